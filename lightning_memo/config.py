@@ -115,6 +115,11 @@ class MemoConfig:
             raise ValueError(f"zero_stage={self.zero_stage!r} is not known: give 0, 1, 2 or 3")
         if self.zero_shard_size is not None:
             _check_count("zero_shard_size", self.zero_shard_size, ", or None for all processes")
+            if self.zero_shard_size == 1:
+                raise ValueError(
+                    "zero_shard_size=1 keeps the weights whole between forward and backward: set zero_stage=2, which "
+                    "does that, or give at least 2"
+                )
             if self.zero_stage != 3:
                 raise ValueError(
                     f"zero_shard_size={self.zero_shard_size} is for weights that are gathered again for the backward, "

@@ -35,12 +35,13 @@ class ParallelSizes:
         """Number of ranks with the same weights and different tokens, over which ZeRO shards."""
         return self.data * self.context
 
-    def describe(self, zero_stage: int, zero_communication: str = "none") -> str:
+    def describe(self, zero_stage: int, zero_communication: str = "none", zero_shard_size: int | None = None) -> str:
         """Returns a short label, like "dp2-cp2-tp1-zero3"."""
         sequence = "sp" if self.shards > 1 else ""
         expert = f"-ep{self.expert}" if self.expert > 1 else ""
+        near = f"-shard{zero_shard_size}" if zero_shard_size is not None else ""
         sent = f"-{zero_communication}" if zero_communication != "none" else ""
-        return f"dp{self.data}-cp{self.context}-tp{self.tensor}{sequence}{expert}-zero{zero_stage}{sent}"
+        return f"dp{self.data}-cp{self.context}-tp{self.tensor}{sequence}{expert}-zero{zero_stage}{near}{sent}"
 
 
 def resolve_sizes(config: MemoConfig, processes: int) -> ParallelSizes:

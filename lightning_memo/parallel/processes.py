@@ -85,7 +85,7 @@ class Processes:
             in_step = self._experts.homes
         self.data_rank: int = self.mesh[DATA].get_local_rank()
         self.ranks = Ranks(
-            parallel=self.sizes.describe(config.zero_stage, config.zero_communication),
+            parallel=self.sizes.describe(config.zero_stage, config.zero_communication, config.zero_shard_size),
             on_this_node=processes_on_this_node(),
             in_step=in_step.get_group() if in_step.size() > 1 else None,
             world=dist.get_world_size() > 1,

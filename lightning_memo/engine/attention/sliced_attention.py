@@ -84,7 +84,7 @@ class SlicedAttention:
         The backward of all later slices must have run before.
         """
         seen = self._seen_by(index, spec)
-        keys, values = self._joined.up_to(index, k, v, seen, lambda n: self._keys_values[n].load())
+        keys, values = self._join(index, k, v, spec, lambda n: self._keys_values[n].load())
         start = self._start(seen, index)
         dq, *dkv = self._backend.backward(dout, q, keys, values, result, spec, self._slices[index].start, start)
         if index == 0:
@@ -100,9 +100,30 @@ class SlicedAttention:
     def _attend(
         self, index: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, bring: Callable[[int], _KeysValues]
     ) -> AttentionResult:
+        keys, values = self._join(index, k, v, spec, bring)
+        start = self._start(self._seen_by(index, spec), index)
+        return self._backend.forward(q, keys, values, spec, self._slices[index].start, start)
+
+    def _join(
+        self, index: int, k: Tensor, v: Tensor, spec: AttentionSpec, bring: Callable[[int], _KeysValues]
+    ) -> _KeysValues:
+        """Return the keys and values that the slice sees, `[batch, heads, keys, head_dim]`.
+
+        Args:
+            index: Number of the slice.
+            k: Keys of the slice.
+            v: Values of the slice.
+            spec: The keys that each query sees.
+            bring: Returns the keys and values of an earlier slice.
+        """
         seen = self._seen_by(index, spec)
-        keys, values = self._joined.up_to(index, k, v, seen, bring)
-        return self._backend.forward(q, keys, values, spec, self._slices[index].start, self._start(seen, index))
+        if not seen:
+            return k, v
+        if spec.window is None:
+            return self._joined.up_to(index, k, v, bring)
+        # Buffers for all slices would waste memory.
+        keys, values = zip(*map(bring, seen), (k, v), strict=True)
+        return torch.cat(keys, 2), torch.cat(values, 2)
 
     def _seen_by(self, index: int, spec: AttentionSpec) -> list[int]:
         """Return the earlier slices of which the slice sees any key. They directly precede it."""
@@ -131,23 +152,8 @@ class _JoinedSlices:
         self._buffers: _KeysValues | None = None
         self._slices = 0  # that the buffers hold
 
-    def up_to(
-        self, index: int, k: Tensor, v: Tensor, seen: Sequence[int], bring: Callable[[int], _KeysValues]
-    ) -> _KeysValues:
-        """Return the keys and values of some slices that end with slice `index`, `[batch, heads, keys, head_dim]`.
-
-        Args:
-            index: Number of the slice.
-            k: Keys of the slice.
-            v: Values of the slice.
-            seen: The slices before it that its queries see.
-            bring: Returns the keys and values of an earlier slice.
-        """
-        if not seen:
-            return k, v
-        if seen[0] > 0:  # a window: the slices before would waste memory
-            keys, values = zip(*map(bring, seen), (k, v), strict=True)
-            return torch.cat(keys, 2), torch.cat(values, 2)
+    def up_to(self, index: int, k: Tensor, v: Tensor, bring: Callable[[int], _KeysValues]) -> _KeysValues:
+        """Return the keys and values of the slices up to `index`, whose own are `k` and `v`."""
         if self._buffers is None:
             self._buffers = self._empty(k), self._empty(v)
         for n in range(self._slices, index + 1):

@@ -178,9 +178,9 @@ class SliceStorage:
         known = self.group.find(t)
         return self._call.resident.find(t) if known is None else known
 
-    def store(self, kind: str, t: Tensor) -> Handle:
+    def store(self, kind: str, t: Tensor, by_autograd: bool = False) -> Handle:
         """Store a tensor where the slice's tensors of its kind are stored."""
-        return self._call.store(self.group, kind, t.detach(), self._range.place(kind), self._range)
+        return self._call.store(self.group, kind, t.detach(), self._range.place(kind), self._range, by_autograd)
 
     def store_once(self, kind: str, t: Tensor) -> Handle:
         """Store a tensor unless its bytes are stored already."""
@@ -198,10 +198,7 @@ class SliceStorage:
 
     def store_other(self, t: Tensor) -> Handle:
         """Store a tensor that is no input, no output and no operand of attention."""
-        if is_opaque(t):
-            return t.detach()
-        place = self._range.place("other")
-        return self._call.store(self.group, "other", t.detach(), place, self._range, by_autograd=True)
+        return t.detach() if is_opaque(t) else self.store("other", t, by_autograd=True)
 
     def store_state(self, state: Tensor, planned: bool) -> Handle:
         """Store the state at the start of the slice, which nothing changes.

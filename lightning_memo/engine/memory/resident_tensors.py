@@ -20,7 +20,7 @@ class ResidentTensors:
 
     def __init__(self) -> None:
         self.size_bytes = 0
-        self._registry: Registry[tuple[Tensor, KeptTensor | None]] = Registry()
+        self._registry: Registry[KeptTensor | Tensor] = Registry()
 
     def put(self, t: Tensor) -> Tensor:
         """Copy a tensor and return the copy."""
@@ -29,7 +29,7 @@ class ResidentTensors:
         else:
             copy = torch.empty_strided(t.shape, gapless_strides(t.shape, t), dtype=t.dtype, device=t.device).copy_(t)
         self.size_bytes += copy.nbytes
-        self._registry.add(t, (copy, None))
+        self._registry.add(t, copy)
         return copy
 
     def keep(self, t: Tensor) -> KeptTensor | Tensor:
@@ -38,7 +38,7 @@ class ResidentTensors:
             return self.put(t)
         kept = KeptTensor.of(t)
         self.size_bytes += t.nbytes
-        self._registry.add(t, (t, kept))
+        self._registry.add(t, kept)
         return kept
 
     def find(self, t: Tensor) -> KeptTensor | Tensor | None:
@@ -46,9 +46,9 @@ class ResidentTensors:
         known = self._registry.find(t)
         if known is None:
             return None
-        (resident, kept), shift_bytes = known
-        if kept is not None:
-            return KeptTensor(t, kept.version)
+        resident, shift_bytes = known
+        if isinstance(resident, KeptTensor):
+            return KeptTensor.of(t)  # the registry finds a tensor only while it is unchanged
         if not is_dense(t):  # the registry finds such a tensor only with the same shape and strides
             return resident
         data = flat(resident).view(torch.uint8)[shift_bytes : shift_bytes + t.nbytes].view(t.dtype)

@@ -134,7 +134,7 @@ def _alpha(value: Any, method: Any) -> float | None:
 
 
 def _shard_size(value: Any) -> int | None:
-    return None if value is None else read_count("zero_shard_size", value)
+    return None if value is None else read_count("zero_shard_size", value, least=2)
 
 
 def _spill_bytes(value: Any) -> int:

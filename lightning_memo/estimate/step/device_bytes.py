@@ -111,7 +111,7 @@ def gathered_bytes(question: Question, parallel: Parallelism) -> float:
 def _shards_of_neighbours(question: Question, parallel: Parallelism) -> float:
     """Bytes of the weights of all layers that are sharded over neighbours between forward and backward."""
     size = question.zero_shard_size
-    if size is None or size == 1 or size >= parallel.dp * parallel.cp:
+    if size is None or size >= parallel.dp * parallel.cp:
         return 0.0
     weights = sum(part.layers * layer_weights(part, parallel).total for part in question.shape.runs)
     return element_bytes(question).product * weights / parallel.pp / size

@@ -67,9 +67,8 @@ class ZeroSettings:
 
     def shards_after_forward(self, ranks: int) -> bool | int:
         """Return over how many ranks a unit's weights are sharded after a forward; `True` for all, `False` for none."""
-        size = self.shard_size
-        within = size is not None and 1 < size < ranks and ranks % size == 0
-        return size if self.stage == 3 and within and size is not None else self.stage == 3
+        size = self.shard_size or ranks
+        return size if self.stage == 3 and size < ranks and ranks % size == 0 else self.stage == 3
 
 
 def shard_state(

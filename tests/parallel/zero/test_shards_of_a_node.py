@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_memo.config import MemoConfig
-from lightning_memo.parallel.parallel_sizes import resolve_sizes
+from lightning_memo.parallel.parallel_sizes import ParallelSizes, resolve_sizes
 from lightning_memo.parallel.zero.zero_sharding import ZeroSettings
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -74,5 +74,12 @@ def test_what_is_refused() -> None:
         MemoConfig(zero_stage=2, zero_shard_size=4)
     with pytest.raises(ValueError, match="zero_shard_size=0 is not a number of processes: give an integer"):
         MemoConfig(zero_stage=3, zero_shard_size=0)
+    with pytest.raises(ValueError, match=r"zero_shard_size=1 keeps the weights whole .*: set zero_stage=2"):
+        MemoConfig(zero_stage=3, zero_shard_size=1)
     with pytest.raises(ValueError, match=r"zero_shard_size=4 does not divide .* processes with the same weights: give"):
         resolve_sizes(MemoConfig(zero_stage=3, zero_shard_size=4), 6)
+
+
+def test_a_module_and_a_plan_know_it() -> None:
+    """Otherwise a second fit of a module would go on with the shards of the first, without a word."""
+    assert ParallelSizes(data=4).describe(3, "int8", 2) == "dp4-cp1-tp1-zero3-shard2-int8"
