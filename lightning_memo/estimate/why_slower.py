@@ -45,7 +45,7 @@ def step_parts(question: Question, answer: Estimate) -> dict[str, float]:
     """
     assert answer.step_seconds is not None
     parallel = answer.parallel
-    runs = [(run.shape.layers // parallel.pp, layer_times(run, parallel)) for run in question.runs]
+    runs = [(run.shape.layers, layer_times(run, parallel)) for run in question.runs(parallel)]
     layers = question.shape.layers // parallel.pp
     sequences = question.batch_size // parallel.dp
     again = (answer.recompute_seconds or 0.0) / sequences

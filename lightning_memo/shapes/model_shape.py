@@ -73,6 +73,10 @@ class ModelShape:
     adapters: Adapters | None = None
     """LoRA adapters, which are the only trained weights; None if all weights are trained."""
 
+    input_gradient: bool = True
+    """Whether the input of the layers requires a gradient, as it does in all layers but the first one if only adapters
+    are trained."""
+
     def __post_init__(self) -> None:
         sizes = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "experts", "active_experts")
         check_range(self, dict.fromkeys(sizes, 1))

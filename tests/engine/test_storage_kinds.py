@@ -20,7 +20,9 @@ from support.harness import (
     loss_and_gradients,
 )
 from support.samples.storage_kinds import BASE, TOKENS, ByKind, Rows, everything
-from torch import nn
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memo.artifacts.swap_plan import SwapPlan
@@ -140,6 +142,37 @@ def test_a_dropped_graph_gives_its_memory_back(llama: ByKind) -> None:
     torch.autograd.grad(loss, list(llama.engine.layers[-1].parameters()))  # recomputes in no other layer
     del loss
     llama.assert_empty()
+
+
+class Made(TorchDispatchMode):
+    """Records the memory of all floating-point tensors that are made for a batch of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, torch.Size]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, Tensor) and t.is_floating_point() and t.dim() > 2 and len(t) > 1:
+                self._made[t.untyped_storage()._cdata] = StorageWeakRef(t.untyped_storage()), t.shape
+        return out
+
+    @property
+    def alive(self) -> list[torch.Size]:
+        """Shapes of those tensors that have not been freed."""
+        return [shape for made, shape in self._made.values() if not made.expired()]
+
+
+def test_what_is_kept_is_freed_in_the_backward(llama: ByKind) -> None:
+    """The graph that refers to it, which the loss holds, may live on."""
+    stored: Rows = {kind: [("keep", 0, TOKENS)] for kind in ("input", "attention", "mlp.up_proj")}
+    llama.load_storage(stored)
+    with Made() as made:
+        loss = llama.model(**make_batch(2, TOKENS)).loss
+        assert len(made.alive) > 3 * len(llama.engine.layers)
+        loss.backward()
+    assert not made.alive and loss.requires_grad
 
 
 # ---- what is computed again

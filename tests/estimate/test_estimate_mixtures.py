@@ -189,7 +189,11 @@ def test_products_are_those_of_training(tmp_path: Path, case: str, monkeypatch: 
     costs = train(tmp_path, config, 64, storage="kinds", device_memory="64MiB").storage_costs
     assert costs is not None
     calls = [costs.classes[number] for number in costs.call_classes]
-    runs = [run for run in ask(shape=shape, seq_len=64, precision="32-true").runs for _ in range(run.shape.layers)]
+    runs = [
+        run
+        for run in ask(shape=shape, seq_len=64, precision="32-true").runs(Parallelism())
+        for _ in range(run.shape.layers)
+    ]
     for run, call in zip(runs, calls, strict=True):
         told = {product.name: product.size_bytes for product in recomputed_products(run, 64)}
         assert told == {product.name: product.size_bytes for product in call.products}
@@ -269,7 +273,7 @@ def test_layers_that_differ_take_their_own_time() -> None:
     """Layers with a window of 128 keys take a fraction of the time; layers without experts have their own width."""
     _, shape = configured("gpt_oss", num_hidden_layers=4, hidden_size=512, sliding_window=128)
     question = ask(shape=shape, gpus=1, seq_len=2**17, method="full_recompute")
-    first, second = (layer_times(run, Parallelism()) for run in question.runs[:2])
+    first, second = (layer_times(run, Parallelism()) for run in question.runs(Parallelism())[:2])
     assert 100 * first.attention_forward < second.attention_forward
     assert first.dense == second.dense
     costs = estimated_layer_costs(question, Parallelism())

@@ -157,7 +157,7 @@ class SliceStorage:
 
     Attributes:
         group: The offload group of the slice, or of the layer call.
-        input: The handle of the slice's input, or of the layer's input.
+        input: The handle of the slice's input, or of the layer's input; `None` after the slice's backward.
         products: Handles of the outputs of matrix products that a recomputation does not compute, by name.
     """
 
@@ -234,7 +234,7 @@ class SliceStorage:
             self.group.offload()
 
     def end_backward(self) -> None:
-        """Give back the memory that is the slice's own."""
-        self.products = {}
+        """Give back the memory that is the slice's own. The graph, which refers to it, may outlive the backward."""
+        self.products, self.input = {}, None
         if self._call.per_slice:
             self.group.release()

@@ -96,7 +96,10 @@ class _Layer:
         """A norm: its input, unless that is the layer's input, its statistics, and its output for the products."""
         hidden, stream = self.shape.hidden, self.sizes.stream
         separate = self.kernels in SINGLE_OPERATIONS
-        if separate:
+        without_gradient = reads_input and not self.shape.input_gradient
+        if without_gradient:  # and without that of a weight: only adapters are trained
+            pass
+        elif separate:
             yield from self._rms_norm(name, hidden, 1, stream, copies=not reads_input or stream != FP32)
         else:
             if not reads_input:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from lightning_memo.estimate.inputs.precision_bytes import FP32, ElementBytes
 from lightning_memo.estimate.memory.activations import saved_tensors
 from lightning_memo.estimate.memory.buffer_lifetimes import Buffers
+from lightning_memo.estimate.memory.saved_tensor import SavedTensor
 from lightning_memo.shapes.model_shape import ModelShape
 
 
@@ -90,6 +91,14 @@ class LayerBuffers:
     @property
     def autocast(self) -> bool:
         return self.sizes.stream != self.sizes.product
+
+    @property
+    def _saved(self) -> tuple[SavedTensor, ...]:
+        return saved_tensors(self.shape, kernels=self.shape.kernels, sizes=self.sizes)
+
+    def saved_bytes(self, tokens: int, names: Collection[str]) -> int:
+        """Bytes of some of the tensors that the layer saves for a number of tokens."""
+        return sum(tokens * t.bytes_per_token for t in self._saved if t.name in names)
 
     def copy(self, b: Buffers, weights: int) -> int:
         """Allocates autocast's copy of weights, which is empty without autocast."""
@@ -173,10 +182,9 @@ class LayerBuffers:
             recomputed: Names of the saved tensors that are recomputed; None for all but layer inputs and attention.
             others_bytes: Bytes that earlier slices make when the backward of attention needs their keys and values.
         """
-        tensors = saved_tensors(self.shape, kernels=self.shape.kernels, sizes=self.sizes)
         saved = {
             t.name: b.make(self.tokens * t.bytes_per_token)
-            for t in tensors
+            for t in self._saved
             if (t.kind == "other" if recomputed is None else t.name in recomputed)
         }
         attention_input = b.make(self.gathered)

@@ -50,22 +50,14 @@ class HuggingFaceStep(LayerBuffers):
         """Highest peak in the backward of layers: in the first layer, when all others have their gradients."""
         if self.gradients_stay:
             return self._backward().lower_bound_bytes
-        return self._backward().lower_bound_bytes - self.gradients_missing_in_first_layer
+        return self._backward().lower_bound_bytes - self.gradients_missing_before(0)
 
-    @property
-    def gradients_missing_in_first_layer(self) -> int:
-        """Bytes of gradients that do not exist yet when the backward of the first layer begins."""
-        missing = self.trained_in_a_layer
+    def gradients_missing_before(self, layer: int) -> int:
+        """Bytes of gradients that do not exist yet when the backward of a layer begins; the first layer is 0."""
+        missing = (layer + 1) * self.trained_in_a_layer
         if self.shape.adapters is None and not self.shape.tied:
             missing += self._weights[0]
         return 0 if self.gradients_stay else self.sizes.gradient * missing
-
-    @property
-    def gradients_missing_in_last_layer(self) -> int:
-        """Bytes of gradients that do not exist yet when the backward of the last layer begins."""
-        return self.gradients_missing_in_first_layer + (
-            0 if self.gradients_stay else self.sizes.gradient * (self.shape.layers - 1) * self.trained_in_a_layer
-        )
 
     @property
     def optimizer_bytes(self) -> int:

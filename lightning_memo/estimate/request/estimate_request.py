@@ -72,10 +72,15 @@ class Question:
     def __post_init__(self) -> None:
         check_range(self, {"gpus": 1, "seq_len": 1, "batch_size": 1})
 
-    @property
-    def runs(self) -> tuple[Question, ...]:
-        """The question for each run of consecutive equal layers alone, in order."""
-        return tuple(replace(self, shape=part) for part in self.shape.runs)
+    def runs(self, parallel: Parallelism) -> tuple[Question, ...]:
+        """The question for each run of consecutive equal layers of the first pipeline stage alone, in order.
+
+        Equal layers save the same tensors, so that the first layer is alone if embeddings are not trained.
+        """
+        runs = [replace(part, layers=part.layers // parallel.pp) for part in self.shape.runs]
+        if self.shape.adapters is not None and runs[0].layers > 1:
+            runs = [replace(runs[0], layers=1, input_gradient=False), replace(runs[0], layers=runs[0].layers - 1)]
+        return tuple(replace(self, shape=part) for part in runs)
 
     @property
     def sliced(self) -> Slices | None:

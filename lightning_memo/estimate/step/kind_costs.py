@@ -42,7 +42,7 @@ def estimated_storage_costs(question: Question, parallel: Parallelism, costs: La
         costs: Costs of the layers of the step.
     """
     calls: list[CallCosts] = []
-    for run in question.runs:
+    for run in question.runs(parallel):
         times = layer_times(run, parallel)
         products = recomputed_products(run, costs.tokens) if parallel.tp == 1 else ()
         first = len(calls)
@@ -87,18 +87,19 @@ def recomputed_products(question: Question, tokens: int) -> tuple[Product, ...]:
     return tuple(products)
 
 
-def recomputed_work(question: Question, plan: Plan) -> tuple[float, float]:
+def recomputed_work(question: Question, parallel: Parallelism, plan: Plan) -> tuple[float, float]:
     """Return the FLOPs of all layers' recomputation by a plan on all processes, and its seconds.
 
     Args:
         question: Question that was asked.
+        parallel: Sizes of the parallelism.
         plan: Plan that names kinds of tensors.
     """
     storage, costs = plan.swap.storage, plan.storage_costs
     assert storage is not None and costs is not None
     flops = seconds = 0.0
     first = 0
-    for run in question.runs:
+    for run in question.runs(parallel):
         number = costs.call_classes[first]
         call, stored, layers = costs.classes[number], storage.calls[number], run.shape.layers
         flops += layers * _recomputed_flops(run, stored, costs.tokens)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.precision_bytes import FP32
 from lightning_memo.estimate.memory.activations import saved_tensors
-from lightning_memo.estimate.memory.planned_step import PlannedSlice, PlannedStep
+from lightning_memo.estimate.memory.planned_step import PlannedCall, PlannedSlice, PlannedStep
 from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import element_bytes, layer_kernels
 from lightning_memo.estimate.step.device_bytes import gathered_bytes, logits_bytes
@@ -37,8 +38,7 @@ def bytes_of_plan(question: Question, parallel: Parallelism, plan: Plan) -> dict
             kept -= sum(plan.costs.input_bytes)  # the layer's norm saves a copy in fp32 instead
         step = PlannedStep(
             step=known_step(question, parallel),
-            slices=list(_planned_slices(question, plan)),
-            kept_bytes=kept // swap.calls,
+            calls=_planned_calls(question, parallel, plan, kept),
             buffer_bytes=swap.buffer_bytes,
             plain=swap.mode == "plain",
         )
@@ -75,15 +75,40 @@ def all_but_input(question: Question) -> frozenset[str]:
     return frozenset(tensor.name for tensor in tensors if tensor.kind != "input")
 
 
-def _planned_slices(question: Question, plan: Plan) -> Iterator[PlannedSlice]:
+def _planned_calls(question: Question, parallel: Parallelism, plan: Plan, kept: int) -> list[PlannedCall]:
+    """All layer calls, which keep `kept` bytes of activations on the device in total."""
+    calls: list[PlannedCall] = []
+    for run in question.runs(parallel):
+        slices = tuple(_planned_slices(run, plan, len(calls)))
+        call = PlannedCall(slices=slices, kept_bytes=0, input_gradient=run.shape.input_gradient)
+        calls += [call] * run.shape.layers
+    shares = _kept_by_call(plan)
+    return [replace(call, kept_bytes=round(kept * share)) for call, share in zip(calls, shares, strict=True)]
+
+
+def _kept_by_call(plan: Plan) -> list[float]:
+    """The share of each layer call in the bytes of activations that stay on the device."""
+    costs, storage = plan.costs, plan.swap.storage
+    kept = list(map(sum, zip(costs.attention_bytes, costs.other_bytes, strict=True)))
+    if storage is not None and plan.storage_costs is not None:
+        classes = zip(plan.storage_costs.classes, storage.calls, strict=True)
+        of_class = [
+            sum(size * stored.tokens(kind, "keep") for kind, size in zip(call.kinds, call.sizes, strict=True))
+            for call, stored in classes
+        ]
+        kept = [of_class[number] for number in storage.call_classes]
+    return [each / max(sum(kept), 1) for each in kept]
+
+
+def _planned_slices(run: Question, plan: Plan, call: int) -> Iterator[PlannedSlice]:
     """The slices of a layer call, each with what it recomputes."""
     swap, tokens = plan.swap, plan.costs.tokens
     if swap.mode == "plain":
-        yield PlannedSlice(tokens=tokens, made=all_but_input(question))
+        yield PlannedSlice(tokens=tokens, made=all_but_input(run))
         return
-    stored = swap.storage is not None and stored_slices(swap.storage, 0, tokens)
+    stored = swap.storage is not None and stored_slices(swap.storage, call, tokens)
     for part in stored or slice_tokens_by_alpha(tokens, swap.alpha):
-        yield PlannedSlice(tokens=part.tokens, made=frozenset(_recomputed(question, part)))
+        yield PlannedSlice(tokens=part.tokens, made=frozenset(_recomputed(run, part)))
 
 
 def _recomputed(question: Question, part: TokenRange) -> Iterator[str]:

@@ -30,7 +30,7 @@ def estimated_layer_costs(question: Question, parallel: Parallelism) -> LayerCos
     """Compute the costs of the layers of one pipeline stage for one sequence."""
     tokens = question.seq_len // (parallel.tp * parallel.cp)
     bandwidth = question.cluster.host_bandwidth_of(devices_per_host(question)) * question.constants.host_efficiency
-    runs = [_costs_of_run(each, parallel, bandwidth) for each in question.runs]
+    runs = [_costs_of_run(each, parallel, bandwidth) for each in question.runs(parallel)]
     alive = tokens if question.sliced is None else question.sliced.tokens
     others = max(run["other_bytes"][0] for run in runs)
     transient, in_backward = _transients(question, parallel, alive * (others // tokens))
@@ -53,7 +53,7 @@ def estimated_layer_costs(question: Question, parallel: Parallelism) -> LayerCos
 
 def _costs_of_run(question: Question, parallel: Parallelism, bandwidth: float) -> dict[str, tuple[Any, ...]]:
     """Bytes and seconds of equal layers, by field of `LayerCosts`."""
-    calls = question.shape.layers // parallel.pp
+    calls = question.shape.layers
     tokens = question.seq_len // (parallel.tp * parallel.cp)
     kept = layer_activations(
         question.shape,
@@ -90,7 +90,7 @@ def _transients(question: Question, parallel: Parallelism, recomputed_bytes: int
     """Peaks of transient memory outside the backward of layers, and inside it without recomputed activations."""
     if not has_known_step(question):
         outside = round(logits_bytes(question, parallel) + loss_bytes(question, parallel))
-        return outside, max(backward_bytes(run, parallel) for run in question.runs)
+        return outside, max(backward_bytes(run, parallel) for run in question.runs(parallel))
     step = known_step(question, parallel)
     return step.outside_bytes, max(step.layers_bytes - recomputed_bytes, 0)
 

@@ -9,7 +9,7 @@ from lightning_memo.artifacts.layer_costs import LayerCosts
 from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.precision_bytes import FP32
-from lightning_memo.estimate.memory.planned_step import PlannedSlice, PlannedStep
+from lightning_memo.estimate.memory.planned_step import PlannedCall, PlannedSlice, PlannedStep
 from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import METHOD_TRAITS
 from lightning_memo.estimate.step.device_bytes import gathered_bytes, logits_bytes
@@ -92,12 +92,8 @@ def estimate_fpdt(question: Question, parallel: Parallelism) -> LayersEstimate:
 def _checkpointed_bytes(question: Question, parallel: Parallelism, costs: LayerCosts) -> dict[str, int]:
     """Bytes of a step that keeps layer inputs, and computes each layer again."""
     kept = costs.input_bytes[0]
-    step = PlannedStep(
-        step=known_step(question, parallel),
-        slices=[PlannedSlice(tokens=costs.tokens, made=all_but_input(question))],
-        kept_bytes=kept,
-        checkpointed=True,
-    )
+    call = PlannedCall(slices=(PlannedSlice(tokens=costs.tokens, made=all_but_input(question)),), kept_bytes=kept)
+    step = PlannedStep(step=known_step(question, parallel), calls=[call] * costs.calls, checkpointed=True)
     activations = costs.calls * kept
     return {
         "activations": activations,
@@ -191,5 +187,5 @@ def _seconds(question: Question, parallel: Parallelism, costs: LayerCosts) -> fl
 
 def _recompute_seconds(question: Question, parallel: Parallelism) -> tuple[float, ...]:
     """Time to compute each layer of a pipeline stage again."""
-    runs = ((run.shape.layers // parallel.pp, layer_times(run, parallel).recompute_all) for run in question.runs)
+    runs = ((run.shape.layers, layer_times(run, parallel).recompute_all) for run in question.runs(parallel))
     return sum(((seconds,) * layers for layers, seconds in runs), ())

@@ -81,7 +81,7 @@ def _outcome(question: Question, parallel: Parallelism, plan: Plan, limits: list
     recomputed = share * question.shape.recomputed_flops(question.seq_len)
     seconds = share * sum(costs.recompute_seconds)
     if swap.storage is not None:
-        recomputed, seconds = recomputed_work(question, plan)
+        recomputed, seconds = recomputed_work(question, parallel, plan)
     return LayersEstimate(
         status="ok",
         alpha=swap.alpha,

@@ -106,7 +106,7 @@ def _plan_by_kind(question: Question, parallel: Parallelism, costs: LayerCosts, 
         return plain
     storage_costs = estimated_storage_costs(question, parallel, costs)
     tensors: list[list[SavedBytes]] = []
-    for run in question.runs:
+    for run in question.runs(parallel):
         products = storage_costs.classes[storage_costs.call_classes[len(tensors)]].products
         tensors += [storable_tensors(run, products, costs.tokens, parallel.tp)] * run.shape.layers
     try:
