@@ -131,11 +131,11 @@ def train_model(cfg: DictConfig, data: SequenceDataModule) -> Fitted:
     with ending_together(trainer.strategy.launcher, with_parent=is_separate_job()):
         trainer.fit(CausalLM(**settings), datamodule=data, ckpt_path=ckpt_path)
     data.trainer = None  # releases the model, because the comparison needs the memory
-    val_loss = trainer.callback_metrics.get("val_loss")
+    val_loss = trainer.callback_metrics.get("val_loss", earlier.last.get("val_loss"))
     fitted = Fitted(
         stats,
         processes,
-        None if val_loss is None else val_loss.item(),
+        None if val_loss is None else float(val_loss),
         stats.step_memory_bytes,
         memory=getattr(getattr(trainer.strategy, "memory", None), "use", None),
     )

@@ -134,7 +134,7 @@ def rows(job, lost=None):
 
 
 def last_step(checkpoint):
-    """The last step of a checkpoint. Lightning logs this step after saving, and SIGKILL may occur in between."""
+    """The last step of a checkpoint, whose row SIGKILL loses if Lightning's logger has not written it yet."""
     return int(checkpoint.stem.removeprefix("step-")) - 1
 
 
@@ -147,13 +147,13 @@ SHORT = (
 
 
 def interrupted(folder, number, *settings, job=1, cold=False):
-    """Starts a sweep and kills it once a job has a checkpoint and pauses; returns its exit status."""
+    """Starts a sweep and kills it once a job pauses, which has a checkpoint then; returns its exit status."""
     command = ["python", *MODULE, "-m", *TINY_RUN, *WITHOUT_REPORT, *settings]
     environ = {**environment(cold), "PAUSED_JOB": str(job), "PYTHONFAULTHANDLER": "1"}
     with (folder / "killed.log").open("w") as log:
         process = subprocess.Popen(command, cwd=folder, env=environ, stdout=log, stderr=log, executable=python(environ))
         deadline = time.monotonic() + 240
-        while not list((folder / SWEEP).glob(f"{job}/checkpoints/step-*.ckpt")) and time.monotonic() < deadline:
+        while not (folder / SWEEP / str(job) / "paused").exists() and time.monotonic() < deadline:
             assert process.poll() is None, (folder / "killed.log").read_text()
             time.sleep(0.01)
         status = end(process, number)

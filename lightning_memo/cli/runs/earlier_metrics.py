@@ -16,10 +16,12 @@ class EarlierMetrics(Callback):
 
     Attributes:
         rows: Rows that were read, by the folder of the file.
+        last: The last value of each metric that was restored.
     """
 
     def __init__(self) -> None:
         self.rows: dict[str, list[dict[str, str]]] = {}
+        self.last: dict[str, float] = {}
 
     def read(self, loggers: Sequence[Logger]) -> None:
         """Reads the rows of earlier runs. Must be called before anything is logged."""
@@ -35,6 +37,7 @@ class EarlierMetrics(Callback):
         for logger in trainer.loggers:
             for row in _until(trainer.global_step, self.rows.pop(str(logger.log_dir), [])):
                 metrics = {name: _number(text) for name, text in row.items() if text}
+                self.last.update(metrics)
                 logger.log_metrics(metrics, int(metrics.pop("step")))
 
 

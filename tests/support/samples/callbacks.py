@@ -31,12 +31,16 @@ class Watch(Callback):
 
 
 class Pause(Callback):
-    """Waits for a signal in the fourth step of the job of a sweep whose number is `PAUSED_JOB` in the environment."""
+    """Waits for a signal in the fourth step of the job of a sweep whose number is `PAUSED_JOB` in the environment.
+
+    While it waits, the job's folder has a file of the name `paused`.
+    """
 
     @override
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        job = Path(trainer.checkpoint_callback.dirpath).parent.name
-        if job == os.environ.get("PAUSED_JOB") and trainer.is_global_zero and trainer.global_step == 3:
+        job = Path(trainer.checkpoint_callback.dirpath).parent
+        if job.name == os.environ.get("PAUSED_JOB") and trainer.is_global_zero and trainer.global_step == 3:
+            (job / "paused").touch()
             deadline = time.monotonic() + 300
             while not trainer.received_sigterm and time.monotonic() < deadline:
                 time.sleep(0.01)
