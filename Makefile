@@ -7,6 +7,8 @@ EXTRAS := $(CURDIR)/$(VENV)/extras
 EXTRAS_INSTALLED := $(VENV)/.extras_installed
 EXTRAS_TESTS := tests/strategy/test_quantised.py tests/strategy/test_float8.py tests/kernels/test_liger.py
 WORKERS := -n 2 --dist worksteal
+# `make test-slow test-cuda PART=2/4` runs the second quarter of the cases that repeat what `make test` covers.
+PARTED = $(if $(PART),--part $(PART))
 # The environment with the CUDA build of torch and the emulated device.
 CUDA_VENV := .cuda/venv
 CUDA_RUN := $(CUDA_VENV)/bin/python
@@ -32,7 +34,7 @@ test: $(INSTALLED)
 	$(RUN) -m pytest $(WORKERS) -m "not slow" tests $(EXTRAS_TESTS:%=--ignore=%)
 
 test-slow: $(INSTALLED) $(EXTRAS_INSTALLED)
-	$(RUN) -m pytest $(WORKERS) -m slow tests $(EXTRAS_TESTS:%=--ignore=%)
+	$(RUN) -m pytest $(WORKERS) $(PARTED) -m slow tests $(EXTRAS_TESTS:%=--ignore=%)
 	PYTHONPATH=$(EXTRAS) $(RUN) -m pytest $(WORKERS) $(EXTRAS_TESTS)
 
 # Tests on an emulated GPU, see tests/emulated_cuda/README.md. Those of the last two commands also run on the CPU, where the
@@ -45,7 +47,7 @@ test-cuda: $(CUDA_INSTALLED)
 	$(CUDA_RUN) -m pytest $(WORKERS) tests/emulated_cuda tests/gpu
 	PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True $(CUDA_RUN) -m pytest tests/gpu/test_cuda_allocator.py \
 		tests/gpu/test_cuda_allocator_training.py
-	TEST_DEVICE=cuda $(CUDA_RUN) -m pytest $(WORKERS) -m "not slow" $$(grep -v '^#' tests/emulated_cuda/also_on_cuda.txt)
+	TEST_DEVICE=cuda $(CUDA_RUN) -m pytest $(WORKERS) $(PARTED) -m "not slow" $$(grep -v '^#' tests/emulated_cuda/also_on_cuda.txt)
 	grep -v '^#' tests/emulated_cuda/late_on_cuda.txt | TEST_DEVICE=cuda EMULATED_CUDA_COPY_DELAY_US=5000 \
 		EMULATED_CUDA_KERNEL_DELAY_US=200 xargs -d '\n' $(CUDA_RUN) -m pytest $(WORKERS)
 

@@ -20,6 +20,7 @@ from lightning.pytorch import seed_everything
 from support.benchmark_modules import benchmark_modules
 from support.commands import TINY_RUN, WITHOUT_REPORT
 from support.devices import DEVICE, nothing_hidden
+from support.markers.part import Part
 from support.markers.slow import COLLECTED, mark_slow
 from support.trainer_harness import shorten_measurements
 from support.warm import use_libyaml
@@ -31,6 +32,10 @@ hypothesis.settings.load_profile("no deadline")
 use_libyaml()
 
 
+def pytest_addoption(parser):
+    parser.addoption("--part", type=Part.parse, metavar="K/N", help="run only one of N parts of the cases")
+
+
 def pytest_configure():
     if DEVICE.type == "cuda" and not torch.cuda.is_available():
         raise pytest.UsageError("TEST_DEVICE=cuda, but PyTorch sees no CUDA device: run `make test-cuda`")
@@ -40,6 +45,8 @@ def pytest_configure():
 def pytest_collection_modifyitems(config, items):
     mark_slow(items)
     config.stash[COLLECTED] = list(items)
+    if (part := config.getoption("part")) is not None:
+        part.select(config, items)
 
 
 def pytest_collection_finish():

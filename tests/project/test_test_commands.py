@@ -1,13 +1,15 @@
-"""`make test` and `make test-slow` together run every case once, and CI runs both, and those of the emulated GPU."""
+"""`make test` and `make test-slow` together run every case once, and CI runs all of the first and parts of the others."""
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import subprocess
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from support.markers.part import Part
 from support.markers.slow import COLLECTED, mark_slow, without_quick_case
 from support.paths import ROOT, TESTS
 
@@ -45,9 +47,33 @@ def test_every_file_is_run_once() -> None:
 RIGHT = (["not slow", "slow"], ["all"])
 
 
-def test_ci_runs_all() -> None:
+def test_ci_runs_all_targets() -> None:
     lines = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert {"make test", "make test-slow", "make test-cuda"} <= set(lines)
+    assert {"make test", "make test-slow PART=$part", "make test-cuda PART=$part"} <= set(lines)
+
+
+def test_each_case_is_in_one_part() -> None:
+    cases = [f"tests/test_a.py::test_b[{number}]" for number in range(400)]
+    parts = [[case for case in cases if case in Part(number, 4)] for number in range(1, 5)]
+    assert sorted(itertools.chain(*parts)) == sorted(cases) and all(60 < len(part) < 140 for part in parts)
+
+
+def test_a_part_is_selected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "test_parts.py").write_text(TESTS_OF_ANOTHER_RUN)
+    monkeypatch.chdir(tmp_path)
+
+    def names(part: Part | None) -> list[str]:
+        seen = Collects(part)
+        assert pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "."], [seen]) in (0, 5)
+        return [item.name for item in seen.selected]
+
+    assert sorted(names(Part(1, 2)) + names(Part(2, 2))) == sorted(names(None))
+
+
+@pytest.mark.parametrize("text", ["2", "0/4", "5/4", "1/0", "a/b", ""])
+def test_what_is_no_part_is_refused(text: str) -> None:
+    with pytest.raises(pytest.UsageError, match=f"--part {text}: give one of several parts"):
+        Part.parse(text)
 
 
 def test_slow_cases_have_quick_ones_beside_them(request: pytest.FixtureRequest) -> None:
@@ -73,15 +99,22 @@ def test_one(): pass
 
 
 class Collects:
-    """Marks the cases of a run as the tests' own run does, and keeps them."""
+    """Marks and selects the cases of a run as the tests' own run does, and keeps them."""
 
-    def __init__(self) -> None:
+    def __init__(self, part: Part | None = None) -> None:
         self.items: list[pytest.Item] = []
+        self.selected: list[pytest.Item] = []
+        self._part = part
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         mark_slow(items)
         self.items = list(items)
+        if self._part is not None:
+            self._part.select(config, items)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.selected = list(session.items)
 
 
 def test_cases_are_chosen_by_their_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
