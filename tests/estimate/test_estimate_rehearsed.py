@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from support.benchmark_modules import benchmark_modules, load
 
-SECONDS, DEVICE, HOST = 10.0, 2.0, 2.0
-"""Bounds of the errors in percent."""
+BOUNDS = (10.0, 2.0, 2.0)
+"""Bounds of the errors of step, device memory and host memory in percent."""
 
-EQUALLY_FAST, TIED_DEVICE = ("llama3_8b", "lora", 262144, "memo_auto_unplanned"), 16.0
-"""Plans with and without layer inputs on the device take equally long here: the host is full, and the device is not."""
+FURTHER_BOUNDS = (10.0, 2.0, 3.0)
+"""Shares of the tokens are rounded to long slices if the step stays fast enough, which measured times may decide."""
 
 
 @pytest.fixture(scope="module")
@@ -46,23 +46,17 @@ def test_given_alphas_agree(found: list[Any]) -> None:
 def test_rehearsals_that_the_estimate_was_not_compared_with_before_agree(agreement: Any) -> None:
     further = agreement.comparisons("rehearsed_further")
     assert len(further) >= 22 and {c.cell.model for c in further} >= {"llama3_8b", "qwen3_8b"}
-    _check(further)
+    _check(further, FURTHER_BOUNDS)
     assert all((c.estimated.status == "ok") == c.fits for c in further)
 
 
-def _check(comparisons: list[Any]) -> None:
+def _check(comparisons: list[Any], bounds: tuple[float, ...] = BOUNDS) -> None:
     wrong = {
         (c.host, c.cell.model, c.cell.tuning, c.cell.tokens, c.cell.method): c.errors
         for c in comparisons
-        if any(abs(error) > bound for error, bound in zip(c.errors, _bounds(c), strict=True))
+        if any(abs(error) > bound for error, bound in zip(c.errors, bounds, strict=True))
     }
     assert not wrong
-
-
-def _bounds(comparison: Any) -> tuple[float, float, float]:
-    cell = comparison.cell
-    tied = (cell.model, cell.tuning, cell.tokens, cell.method) == EQUALLY_FAST
-    return SECONDS, TIED_DEVICE if tied else DEVICE, HOST
 
 
 def test_what_fits_is_told(found: list[Any]) -> None:

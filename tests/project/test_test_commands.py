@@ -1,4 +1,4 @@
-"""`make test` and `make test-slow` together run every case once, and CI runs all of the first and parts of the others."""
+"""`make test` and `make test-slow` together run every case once; CI runs all of the first and parts of the others."""
 
 from __future__ import annotations
 

@@ -22,6 +22,9 @@ class PlannedSlice:
     made: frozenset[str] = frozenset()
     """Names of the saved tensors that the backward computes again, and frees one by one."""
 
+    kept: frozenset[str] = frozenset()
+    """Names of the saved tensors that stay on the device, which the backward frees one by one."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedCall:
@@ -29,7 +32,7 @@ class PlannedCall:
 
     slices: tuple[PlannedSlice, ...]
     kept_bytes: int
-    """Bytes that the call keeps on the device until the end of its backward."""
+    """Bytes that the call keeps on the device, those of its slices included."""
 
     input_gradient: bool = True
     """Whether the layer's input requires a gradient."""
@@ -47,7 +50,7 @@ class PlannedStep:
     """Bytes of the rounding buffers."""
 
     plain: bool = False
-    """Whether the backward frees what a layer has kept one by one, as without a plan."""
+    """Whether layers run without a plan, so that what their forward makes is what they keep."""
 
     checkpointed: bool = False
     """Whether layer inputs are what is kept, so that they need no memory in addition."""
@@ -57,16 +60,18 @@ class PlannedStep:
         """Peak above weights, all gradients and the optimizer state."""
         step, kept = self.step, [call.kept_bytes for call in self.calls]
         peaks = [sum(kept) + step.peak_of_loss, step.optimizer_bytes]
-        if not self.plain:  # what the forward makes is what it keeps, if plain
+        if not self.plain:
             peaks += [sum(kept) + self._forward(call) for call in set(self.calls)]
         backward = {call: self._backward(call) for call in set(self.calls)}
         for number, call in enumerate(self.calls):
-            alive = sum(kept[: number if self.plain else number + 1])
-            peaks.append(alive + backward[call] - step.gradients_missing_before(number))
+            peaks.append(sum(kept[: number + 1]) + backward[call] - step.gradients_missing_before(number))
         return self.buffer_bytes + max(peaks)
 
     def _forward(self, call: PlannedCall) -> int:
-        """Highest peak in the slices of a layer, with the embeddings, the layer's input and its output."""
+        """Highest peak in the slices of a layer, with the embeddings, the layer's input and its output.
+
+        What the slice and later ones keep is not alive before, and what the slice makes contains what it keeps.
+        """
         peaks = []
         for number in range(len(call.slices)):
             b = self.step.shared(self.step.shape.layers)
@@ -75,16 +80,18 @@ class PlannedStep:
             for earlier in call.slices[:number]:
                 if earlier.made:  # keys and values for this slice, which are not stored
                     b.make(self._keys_values(earlier))
-            self._layer(call, number).run(b, saves=False)
-            peaks.append(b.lower_bound_bytes)
+            layer = self._layer(call, number)
+            layer.run(b, saves=False)
+            later = sum(layer.saved_bytes(each.tokens, each.kept) for each in call.slices[number:])
+            peaks.append(b.lower_bound_bytes - later)
         return max(peaks)
 
     def _backward(self, call: PlannedCall) -> int:
-        """Highest peak in the slices of a layer.
+        """Highest peak in the slices of a layer, without what the call keeps.
 
         Attention of the last one needs keys and values of all others, and their gradients. They are recomputed then.
         """
-        peaks, last = [], len(call.slices) - 1
+        peaks, last, freed = [], len(call.slices) - 1, 0
         for number, part in enumerate(call.slices):
             b = self.step.shared(self.step.shape.layers)
             b.make(self.step.stream)  # gradient of the layer's output
@@ -98,8 +105,9 @@ class PlannedStep:
                 if not layer.gradients_stay:  # those of the slices before exist
                     b.make(layer.trained_in_a_layer * layer.sizes.gradient)
                     layer = replace(layer, gradients_stay=True)
-            layer.differentiate(b, b.make(0), part.made, others)
-            peaks.append(b.lower_bound_bytes)
+            freed += layer.saved_bytes(part.tokens, part.kept)
+            layer.differentiate(b, b.make(0), part.made | part.kept, others)
+            peaks.append(b.lower_bound_bytes - freed)
         return max(peaks)
 
     def _layer(self, call: PlannedCall, number: int) -> HuggingFaceStep:

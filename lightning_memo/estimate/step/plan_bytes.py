@@ -71,8 +71,13 @@ def by_category(
 
 def all_but_input(question: Question) -> frozenset[str]:
     """Return the names of all tensors that a layer saves, except its input."""
+    return saved_names(question, "attention", "other")
+
+
+def saved_names(question: Question, *kinds: str) -> frozenset[str]:
+    """Return the names of the tensors of some kinds that a layer saves."""
     tensors = saved_tensors(question.shape, kernels=layer_kernels(question), sizes=element_bytes(question))
-    return frozenset(tensor.name for tensor in tensors if tensor.kind != "input")
+    return frozenset(tensor.name for tensor in tensors if tensor.kind in kinds)
 
 
 def _planned_calls(question: Question, parallel: Parallelism, plan: Plan, kept: int) -> list[PlannedCall]:
@@ -104,11 +109,12 @@ def _planned_slices(run: Question, plan: Plan, call: int) -> Iterator[PlannedSli
     """The slices of a layer call, each with what it recomputes."""
     swap, tokens = plan.swap, plan.costs.tokens
     if swap.mode == "plain":
-        yield PlannedSlice(tokens=tokens, made=all_but_input(run))
+        yield PlannedSlice(tokens=tokens, kept=all_but_input(run))
         return
     stored = swap.storage is not None and stored_slices(swap.storage, call, tokens)
     for part in stored or slice_tokens_by_alpha(tokens, swap.alpha):
-        yield PlannedSlice(tokens=part.tokens, made=frozenset(_recomputed(run, part)))
+        kept = saved_names(run, "other") if part.action is Action.KEEP else frozenset()
+        yield PlannedSlice(tokens=part.tokens, made=frozenset(_recomputed(run, part)), kept=kept)
 
 
 def _recomputed(question: Question, part: TokenRange) -> Iterator[str]:
