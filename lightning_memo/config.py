@@ -18,6 +18,7 @@ SCHEDULES: Final = ("auto", "layer", "nest", "slice")
 STORAGES: Final = ("auto", "alpha", "kinds")
 PRECISIONS: Final = ("32-true", "bf16-true", "bf16-mixed")
 HOST_BACKED: Final = ("auto", "none", "attention", "all")
+SWAP_PRECISIONS: Final = ("exact", "fp8")
 ZERO_COMMUNICATION: Final = ("none", "int8", "int4")
 # The values with which plans may name a place for each kind of tensor.
 _NEEDED_BY_KINDS: Final[dict[str, tuple[Any, ...]]] = {
@@ -59,6 +60,7 @@ class MemoConfig:
     slice_tokens: int | str = "auto"
     host_backed: str = "auto"
     storage: str = "auto"
+    swap_precision: str = "exact"
     loss_chunk_tokens: int | str | None = "auto"
     layers: str | Sequence[str] | None = None
     attention: str = "auto"
@@ -87,6 +89,7 @@ class MemoConfig:
         _check_choice("schedule", self.schedule, SCHEDULES)
         _check_alpha(self.alpha)
         _check_choice("storage", self.storage, STORAGES)
+        _check_choice("swap_precision", self.swap_precision, SWAP_PRECISIONS)
         if self.storage == "kinds":  # before the other checks, which would ask for slice_tokens
             self._check_kinds()
         self._check_host_backed()

@@ -90,6 +90,9 @@ class MemoStrategy(DistributedStrategy):
             which may also store single matrix products, keep some on the device, or run attention again instead of
             storing its output. "alpha" swaps a fraction of the tokens. "auto" is "kinds" where the layers of a single
             stack can be cut, and neither `alpha` nor `slice_tokens` is given.
+        swap_precision: How swapped activations are stored: "exact" as they are, "fp8" with 8 bits each and a scale for
+            each block of 128. Layer inputs and what attention reads and returns stay exact. Gradients are then no
+            longer those of plain training.
         loss_chunk_tokens: Number of tokens whose logits exist at once. It applies to the loss of a Hugging Face model
             and to `F.cross_entropy(logits, ...)` in a training step. "auto" limits the logits to 512 MiB in fp32 (1024
             tokens with a vocabulary of 128K; shorter batches run without chunks). `None` computes all at once.
@@ -147,6 +150,7 @@ class MemoStrategy(DistributedStrategy):
         slice_tokens: int | str = "auto",
         host_backed: str = "auto",
         storage: str = "auto",
+        swap_precision: str = "exact",
         loss_chunk_tokens: int | str | None = "auto",
         layers: str | Sequence[str] | None = None,
         attention: str = "auto",

@@ -64,6 +64,15 @@ class LayerCosts:
     spill_read_bytes_per_second: float = 0.0
     """Bandwidth from disk to device, measured with both directions busy."""
 
+    swapped_other_bytes: tuple[int, ...] | None = None
+    """S_others as it is swapped, compressed; None if it is swapped as it is."""
+
+    compress_seconds: tuple[float, ...] | None = None
+    """Seconds to compress S_others of all tokens in the forward; None if nothing is compressed."""
+
+    restore_seconds: tuple[float, ...] | None = None
+    """Seconds to restore S_others of all tokens in the backward; None if nothing is compressed."""
+
     def __post_init__(self) -> None:
         check_range(self, {"batch": 1, "tokens": 1})
         lengths = {name: len(value) for name, value in items(self) if isinstance(value, tuple)}
@@ -103,13 +112,28 @@ class LayerCosts:
         return self.working_bytes(min((slice_tokens or self.tokens) / self.tokens, 1.0 - alpha))
 
     def swapped_bytes(self, call: int, alpha: float) -> int:
-        """Bytes that a layer call swaps: S_input + S_attn + alpha * S_others, rounded up.
+        """Bytes that a layer call swaps: S_input + S_attn + alpha * S_others, rounded up; S_others compressed, if so.
 
         Args:
             call: Index of the layer call.
             alpha: Fraction of the tokens whose other skeletal activations are swapped.
         """
-        return self.input_bytes[call] + self.attention_bytes[call] + math.ceil(alpha * self.other_bytes[call])
+        return self.input_bytes[call] + self.attention_bytes[call] + math.ceil(alpha * self.moved_other_bytes[call])
+
+    @property
+    def moved_other_bytes(self) -> tuple[int, ...]:
+        """S_others as it is swapped."""
+        return self.other_bytes if self.swapped_other_bytes is None else self.swapped_other_bytes
+
+    def forward_seconds_at(self, call: int, alpha: float) -> float:
+        """Seconds of a forward that compresses what a fraction alpha of the tokens swaps, if that is compressed."""
+        compress = 0.0 if self.compress_seconds is None else self.compress_seconds[call]
+        return self.forward_seconds[call] + alpha * compress
+
+    def backward_seconds_at(self, call: int, alpha: float) -> float:
+        """Seconds of a backward that restores a fraction alpha of the tokens and recomputes the others."""
+        restore = 0.0 if self.restore_seconds is None else self.restore_seconds[call]
+        return self.backward_seconds[call] + alpha * restore + (1.0 - alpha) * self.recompute_seconds[call]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from lightning_memo.artifacts.compressed_layout import SwapPrecision
 from lightning_memo.artifacts.json_documents import check_range
 from lightning_memo.artifacts.spill_layout import SpillLayout, whole_blocks
 from lightning_memo.artifacts.storage_plan import StoragePlan
@@ -91,6 +92,9 @@ class SwapPlan:
 
     attention: Attention = "sdpa"
     """Attention kernel of the layers if the mode is "memo"."""
+
+    precision: SwapPrecision = "exact"
+    """How activations are swapped. With "fp8", sizes of slots are those of compressed tensors."""
 
     def __post_init__(self) -> None:
         check_range(self, {"calls": 1, "slice_tokens": 1})

@@ -79,6 +79,15 @@ class CallCosts:
     """Maximum number of keys that a query attends to, itself included; None for all up to its own. 1 stands for
     attention that is not causal, in which all tokens cost the same."""
 
+    swapped_other_bytes: int | None = None
+    """`other_bytes` as they are swapped or spilled, compressed; None if they are swapped as they are."""
+
+    compress_seconds: float = 0.0
+    """Seconds to compress them in the forward."""
+
+    restore_seconds: float = 0.0
+    """Seconds to restore them in the backward."""
+
     def __post_init__(self) -> None:
         check_range(self, {"window_tokens": 1})
         names = [product.name for product in self.products]
@@ -95,6 +104,13 @@ class CallCosts:
         """Bytes of each kind of tensor, in the order of `kinds`."""
         own = self.input_bytes, self.attention_bytes, self.other_bytes
         return (*own, *(product.size_bytes for product in self.products))
+
+    def sizes_in(self, place: Place) -> tuple[int, ...]:
+        """Bytes of each kind of tensor in a place, in the order of `kinds`."""
+        moved = self.swapped_other_bytes
+        if place == "keep" or moved is None:
+            return self.sizes
+        return tuple(moved if kind == ALL else size for kind, size in zip(self.kinds, self.sizes, strict=True))
 
     @property
     def recompute_seconds(self) -> float:
@@ -172,7 +188,7 @@ class StorageCosts:
             step: The other fields.
         """
         alike: dict[object, list[CallCosts]] = {}
-        keys = [(call.kinds, call.sizes, call.window_tokens) for call in calls]
+        keys = [(call.kinds, call.sizes, call.swapped_other_bytes, call.window_tokens) for call in calls]
         for key, call in zip(keys, calls, strict=True):
             alike.setdefault(key, []).append(call)
         places = {key: place for place, key in enumerate(alike)}
@@ -241,4 +257,6 @@ def _typical(calls: Sequence[CallCosts]) -> CallCosts:
         backward_seconds=median(call.backward_seconds for call in calls),
         attention_seconds=median(call.attention_seconds for call in calls),
         elementwise_seconds=median(call.elementwise_seconds for call in calls),
+        compress_seconds=median(call.compress_seconds for call in calls),
+        restore_seconds=median(call.restore_seconds for call in calls),
     )

@@ -74,7 +74,7 @@ def bootstrap_plan(
     plan = SwapPlan(
         mode="memo", alpha=0.0, schedule="layer", calls=len(engine.layers),
         slice_tokens=engine.settings.profiled_slice_tokens(traits),
-        slot_bytes=slot_bytes(saved, traits.tokens, slices, "layer"),
+        slot_bytes=slot_bytes(saved, traits.tokens, slices, "layer"), precision=engine.settings.swap_precision,
     )  # fmt: skip
     if host_backed == "none":
         by_kind = engine.settings.storage != "alpha" and not (traits.why_whole or traits.why_nest)

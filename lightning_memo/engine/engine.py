@@ -288,7 +288,8 @@ class Engine:
         self.mark(key, "forward_begin", Subject(key))
         check_bounds(call.layout, slices)
         leaves = swap.streamed or key < swap.calls - RESIDENT_CALLS
-        policy = StoragePolicy(self.memory, leaves, swap.streamed, swap.slot_size(key), swap.host_backed == "all")
+        on_host, compresses = swap.host_backed == "all", swap.precision == "fp8" and not traits.why_whole
+        policy = StoragePolicy(self.memory, leaves, swap.streamed, swap.slot_size(key), on_host, compresses)
         run = run_of_call(self, call, x, CallPosition(key, key), slices, policy, traits)
         self.limits.begin_call(key, call.batch * call.tokens)
         if self.profile is not None:

@@ -71,6 +71,8 @@ def why_made_for_others(swap: SwapPlan, settings: RequestedSettings, sliced_outs
     made_for = "alpha" if swap.storage is None else "kinds"
     if swap.mode == "memo" and settings.storage not in ("auto", made_for):
         return f'it was made for storage="{made_for}"'
+    if swap.mode == "memo" and swap.precision != settings.swap_precision:
+        return f'it was made for swap_precision="{swap.precision}"'
     nested = "nest" in (swap.schedule, settings.schedule)
     if swap.storage is not None and (why := why_not_stored(swap.storage, nested)):
         return why

@@ -57,6 +57,8 @@ def answer_table(question: Question, answer: Estimate) -> Table:
         "tokens/GPU/s": "-" if answer.tokens_per_gpu_per_second is None else f"{answer.tokens_per_gpu_per_second:,.1f}",
         "host": f"{format_bytes(answer.host_bytes)} of the {format_bytes(_usable(question))} usable on each node",
     }
+    if question.swap_precision != "exact":
+        rows["alpha"] += f" (activations swapped in {question.swap_precision})"
     if question.spill_bytes:
         room = format_bytes(question.spill_bytes)
         rows["disk"] = f"{format_bytes(answer.disk_bytes)} of the {room} on each node, written and read in every step"

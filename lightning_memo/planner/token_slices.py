@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from lightning_memo.artifacts.compressed_layout import compressed_bytes
 from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT, Place
 
 ALIGNMENT_BYTES: Final = 64  # a cache line, which is also enough for every vectorized kernel
@@ -15,6 +16,7 @@ ALIGNMENT_BYTES: Final = 64  # a cache line, which is also enough for every vect
 # GEMMs run at full speed on whole tiles of tokens. Short sequences are cut at alpha exactly.
 TILE_TOKENS = 128
 TILED_FROM_TOKENS = 2048
+_MOST_FILLING: Final = compressed_bytes(1, 8)  # a block, for a tensor of a single value
 # Kind of a storage plan for each kind of `SavedBytes`.
 _KINDS: Final = {"out": ATTENTION, "lse": ATTENTION, "query": ALL, "key": ALL, "value": ALL, "other": ALL}
 
@@ -74,11 +76,18 @@ class SavedBytes:
             the start of a slice that is recomputed; a swapped one saves as much more, the tokens before it).
         size_bytes: Bytes for all tokens.
         per_token: Whether the size is proportional to the tokens. False, for example, for a function of weights.
+        swapped_bytes: Bytes in a slot if the tensor is compressed there; None if it is not.
     """
 
     kind: str
     size_bytes: int
     per_token: bool = True
+    swapped_bytes: int | None = None
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes in a slot."""
+        return self.size_bytes if self.swapped_bytes is None else self.swapped_bytes
 
 
 def tile_of(tokens: int) -> int:
@@ -138,10 +147,10 @@ def slot_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[TokenR
     total = 0
     for item in saved:
         if item.kind == "input" or (item.kind == "lse" and len(slices) == 1):
-            total += aligned(share(item, slices[-1].stop, tokens))
+            total += in_slot(item, slices[-1].stop, tokens)
             continue
         total += sum(
-            aligned(share(item, part.tokens, tokens))
+            in_slot(item, part.tokens, tokens)
             for n, part in enumerate(slices)
             if _is_stored(item.kind, part.action, whole, last=n == len(slices) - 1)
         )
@@ -160,7 +169,7 @@ def slice_slot_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[
 
     @functools.cache  # most of a layer's slices, of which there may be thousands, are alike
     def size(part_tokens: int, swapped: bool) -> int:
-        return sum(aligned(share(item, part_tokens, tokens)) for item in saved if swapped or item.kind in always)
+        return sum(in_slot(item, part_tokens, tokens) for item in saved if swapped or item.kind in always)
 
     return [size(part.tokens, part.action is Action.SWAP) for part in slices]
 
@@ -168,6 +177,14 @@ def slice_slot_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[
 def share(item: SavedBytes, part_tokens: int, tokens: int) -> int:
     """Bytes of a saved tensor for `part_tokens` of the `tokens` for which it was measured."""
     return -(-item.size_bytes * part_tokens // tokens) if item.per_token else item.size_bytes
+
+
+def in_slot(item: SavedBytes, part_tokens: int, tokens: int) -> int:
+    """Bytes of a slot that a saved tensor takes for `part_tokens` of the `tokens` for which it was measured."""
+    if item.swapped_bytes is None:
+        return aligned(share(item, part_tokens, tokens))
+    # The last block of the part may be filled up.
+    return aligned(-(-item.swapped_bytes * part_tokens // tokens) + _MOST_FILLING)
 
 
 def _is_stored(kind: str, action: Action, whole: bool, last: bool) -> bool:

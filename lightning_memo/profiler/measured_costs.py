@@ -25,6 +25,7 @@ from lightning_memo.engine.memory.spill import Spill
 from lightning_memo.engine.memory.spill_file import free_disk_bytes
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.planner.device_budget import usable_device_bytes
+from lightning_memo.profiler.compression_speed import compression_speed
 from lightning_memo.profiler.machine import free_device_bytes, measure_copy_bandwidth
 from lightning_memo.profiler.memory_meter import WorkingSet
 from lightning_memo.utils.free_host_memory import available_host_bytes
@@ -62,6 +63,7 @@ def measured_layer_costs(
     forward, both = profile.seconds_of("forward"), profile.seconds_of("backward")
     attention = profile.bytes_of("out", "lse")
     # With attention, if the host had no room for its outputs.
+    compress, restore = _compression_seconds(profile, device)
     again, attending = profile.seconds_of("recompute"), profile.seconds_of("attention_again")
     recompute = tuple(a - b for a, b in zip(again, attending, strict=True))
     copied = max(a + b for a, b in zip(profile.bytes_of("input"), attention, strict=True))
@@ -83,10 +85,25 @@ def measured_layer_costs(
         fixed_device_bytes=fixed_device_bytes,
         transient_device_bytes=working_set.outside,
         # With the attention outputs, if the host had no room for them: a plan may drop them, too.
-        backward_device_bytes=max(working_set.layers - max(profile.slice_bytes_of(*_RECOMPUTED)), 0),
+        backward_device_bytes=max(working_set.layers - max(profile.slice_bytes_of(*_RECOMPUTED)), 0)
+        + profile.restored_bytes,
         spill_write_bytes_per_second=write,
         spill_read_bytes_per_second=read,
+        swapped_other_bytes=None if compress is None else profile.swapped_bytes_of(*_RECOMPUTED),
+        compress_seconds=compress,
+        restore_seconds=restore,
     )
+
+
+def _compression_seconds(
+    profile: StepProfile, device: torch.device
+) -> tuple[tuple[float, ...], tuple[float, ...]] | tuple[None, None]:
+    """Return the seconds to compress and to restore what each call swaps at most; `None` if nothing is compressed."""
+    sizes = profile.compressible_bytes
+    if not any(sizes):
+        return None, None
+    compress, restore = compression_speed(device)
+    return tuple(size / compress for size in sizes), tuple(size / restore for size in sizes)
 
 
 def measured_call_costs(profile: StepProfile, costs: LayerCosts) -> list[CallCosts]:
@@ -114,6 +131,9 @@ def _call_costs(call: CallProfile, costs: LayerCosts, number: int, attention_sec
         attention_seconds=attention_seconds,
         elementwise_seconds=max(elementwise, 0.0),
         window_tokens=max(bounded) if bounded and len(bounded) == len(call.windows) else None,
+        swapped_other_bytes=None if costs.swapped_other_bytes is None else costs.swapped_other_bytes[number],
+        compress_seconds=0.0 if costs.compress_seconds is None else costs.compress_seconds[number],
+        restore_seconds=0.0 if costs.restore_seconds is None else costs.restore_seconds[number],
     )
 
 

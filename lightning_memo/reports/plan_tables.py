@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -79,8 +80,10 @@ def _moved_again_kept(plan: Plan, call: int) -> tuple[int, int, int]:
     if storage is not None and plan.storage_costs is not None:
         number = storage.call_classes[call]
         return call_bytes(plan.storage_costs.classes[number], storage.calls[number], storage.tokens)
-    moved = costs.swapped_bytes(call, 1.0 if swap.mode == "plain" else swap.alpha_of(call))
-    return moved, costs.swapped_bytes(call, 1.0) - moved, 0
+    if swap.mode == "plain":
+        return costs.input_bytes[call] + costs.attention_bytes[call] + costs.other_bytes[call], 0, 0
+    alpha = swap.alpha_of(call)
+    return costs.swapped_bytes(call, alpha), costs.other_bytes[call] - math.ceil(alpha * costs.other_bytes[call]), 0
 
 
 def _cells(sizes: Iterable[int]) -> list[str]:
@@ -97,7 +100,9 @@ def _summary(plan: Plan) -> list[str]:
     }
     of_layers = " of the layers" if swap.whole_layers else ""
     what = f"alpha={swap.alpha:.4g}{of_layers}" if swap.storage is None else "by kind of tensor"
-    how = f"{what}, {swap.schedule} schedule{slices}{backing[swap.host_backed]}"
+    compressed = plan.costs.swapped_other_bytes is not None and swap.precision != "exact"
+    stored = f", activations swapped in {swap.precision}" if compressed else ""
+    how = f"{what}, {swap.schedule} schedule{slices}{backing[swap.host_backed]}{stored}"
     return [
         f"mode    {'plain, nothing swapped or recomputed' if swap.mode == 'plain' else f'memo, {how}'}",
         *_kernel(plan),

@@ -40,9 +40,10 @@ def kinds_table(plan: StoragePlan, costs: StorageCosts) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for number, (call, stored) in enumerate(zip(costs.classes, plan.calls, strict=True)):
         label = numbers_text([n for n, of in enumerate(costs.call_classes) if of == number])
-        for kind, size in zip(call.kinds, call.sizes, strict=True):
+        for kind, size, moved in zip(call.kinds, call.sizes, call.sizes_in("swap"), strict=True):
             shares = _shares(kind, stored, plan.tokens, places)
-            table.add_row(label, _NAMES.get(kind, f"  of it {kind}"), format_bytes(size), *shares)
+            text = format_bytes(size) + (f", {format_bytes(moved)} in fp8" if moved != size else "")
+            table.add_row(label, _NAMES.get(kind, f"  of it {kind}"), text, *shares)
             label = ""
     return table
 
@@ -94,9 +95,12 @@ def call_bytes(call: CallCosts, stored: CallPlan, tokens: int) -> tuple[int, int
         stored: Plan of the call.
         tokens: Tokens of the call.
     """
-    sizes = list(zip(call.kinds, call.sizes, strict=True))
     moved, kept = (
-        sum(-(-size * stored.tokens(kind, place) // tokens) for kind, size in sizes for place in places)
+        sum(
+            -(-size * stored.tokens(kind, place) // tokens)
+            for place in places
+            for kind, size in zip(call.kinds, call.sizes_in(place), strict=True)
+        )
         for places in _MOVED_AND_KEPT
     )
     whole = dict(zip((INPUT, ATTENTION, ALL), call.sizes, strict=False))

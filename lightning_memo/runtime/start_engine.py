@@ -8,6 +8,7 @@ from typing import Literal, cast
 import torch
 from torch import nn
 
+from lightning_memo.artifacts.compressed_layout import SwapPrecision
 from lightning_memo.artifacts.swap_plan import Attention, HostBacked
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine, RequestedSettings, TestMode, TokenSharing
@@ -104,5 +105,6 @@ def _requested(config: MemoConfig, stacks: int, on_this_node: int, test_mode: Te
         test_mode=test_mode,
         check_restored=config.check_restored,
         check_slices=config.check_slices,
+        swap_precision=cast(SwapPrecision, config.swap_precision),
         host_limit=lambda: host_budget(config, 0, on_this_node),
     )

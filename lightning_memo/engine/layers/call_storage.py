@@ -7,14 +7,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lightning_memo.artifacts.compressed_layout import compressed_bytes
 from lightning_memo.artifacts.swap_plan import SlotSize
 from lightning_memo.artifacts.tensor_kind_costs import Place
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.layers.call_meter import CallMeter
 from lightning_memo.engine.memory.checksums import TensorLabel
 from lightning_memo.engine.memory.resident_tensors import ResidentTensors
+from lightning_memo.engine.memory.slot import SlotView
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.saved_tensors.call_arguments import CallArguments
+from lightning_memo.engine.saved_tensors.compression import Compression
 from lightning_memo.engine.saved_tensors.offload_group import Handle, OffloadGroup, OffloadGroups
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import WrappedHandle, is_opaque, is_wrapped
 from lightning_memo.parallel.local_tensors import local_part
@@ -32,6 +35,7 @@ class StoragePolicy:
             otherwise the call has one slot.
         size: Size of the call's slot; `None` for the largest.
         states_on_host: Whether hidden states between layers, and their gradients, are on the host.
+        compresses: Whether tensors are compressed in slots where that is possible (`swap_precision`).
     """
 
     memory: SlotMemory | None
@@ -39,6 +43,7 @@ class StoragePolicy:
     per_slice: bool = False
     size: SlotSize | None = None
     states_on_host: bool = False
+    compresses: bool = False
 
 
 class CallStorage:
@@ -68,7 +73,7 @@ class CallStorage:
         first: TokenRange,
     ) -> None:
         self._groups, self._policy, self._meter, self._tokens = groups, policy, meter, call.tokens
-        self._first = first
+        self._first, self._layer = first, call.layer
         by_kind = first.places is not None
         self._spills_all = policy.size is not None and policy.size.disk_bytes > 0 and not by_kind
         self.memory = policy.memory
@@ -83,6 +88,15 @@ class CallStorage:
         """Whether every slice has an offload group of its own."""
         return self._policy.per_slice
 
+    def compression(self, part: TokenRange, x: Tensor) -> Compression | None:
+        """Return what decides which tensors of a slice are compressed; `None` if none is.
+
+        Args:
+            part: The slice.
+            x: The slice's input.
+        """
+        return Compression(self._layer, local_part(x), part.tokens) if self._policy.compresses else None
+
     def store(
         self,
         group: OffloadGroup,
@@ -91,6 +105,7 @@ class CallStorage:
         place: Place | None = "swap",
         part: TokenRange | None = None,
         by_autograd: bool = False,
+        compress: bool = False,
     ) -> Handle:
         """Store a tensor in a group, or on the device.
 
@@ -101,6 +116,7 @@ class CallStorage:
             place: Where tensors of the kind are stored.
             part: The slice whose tensor it is; `None` if it is a tensor of all tokens of the call.
             by_autograd: Whether autograd saves it, so that nothing may overwrite it before the backward.
+            compress: Whether it is compressed if it is stored in the group.
         """
         profile = self._meter.profile
         if profile is not None:  # which has the sizes of the first slice
@@ -108,7 +124,7 @@ class CallStorage:
             profile.saved(self._meter.position.layer, kind, size_bytes)
         if place == "keep":
             return self.resident.keep(t) if by_autograd else self.resident.put(t)
-        handle = group.put(t, self._spills_all or place == "spill")
+        handle = group.put(t, self._spills_all or place == "spill", compress)
         if group.checks is not None:
             group.checks.note(handle, self.label(kind, part))
         return handle
@@ -171,6 +187,7 @@ class SliceStorage:
     ) -> None:
         self._call, self._arguments, self._begin_backward, self._range = call, arguments, begin_backward, part
         self.group, self.input = call.open(part, x)
+        self._compression = call.compression(part, x)
         self.products: dict[str, Handle] = {}
 
     def find(self, t: Tensor) -> Handle | None:
@@ -178,14 +195,16 @@ class SliceStorage:
         known = self.group.find(t)
         return self._call.resident.find(t) if known is None else known
 
-    def store(self, kind: str, t: Tensor, by_autograd: bool = False) -> Handle:
+    def store(self, kind: str, t: Tensor, by_autograd: bool = False, compress: bool = False) -> Handle:
         """Store a tensor where the slice's tensors of its kind are stored."""
-        return self._call.store(self.group, kind, t.detach(), self._range.place(kind), self._range, by_autograd)
+        place = self._range.place(kind)
+        return self._call.store(self.group, kind, t.detach(), place, self._range, by_autograd, compress)
 
     def store_once(self, kind: str, t: Tensor) -> Handle:
-        """Store a tensor unless its bytes are stored already."""
+        """Store a tensor as it is unless its bytes are stored already."""
         known = self.find(t)
-        return known if known is not None else self.store(kind, t)
+        exact = not (isinstance(known, SlotView) and known.compressed)
+        return known if known is not None and exact else self.store(kind, t)
 
     def store_parts(self, t: Tensor) -> WrappedHandle:
         """Store the parts of a tensor that is made of other tensors."""
@@ -194,11 +213,19 @@ class SliceStorage:
     def _store_part(self, part: Tensor) -> Handle:
         """Store a part of a tensor: parts may be other tensors' bytes, or weights' (views of quantised ones)."""
         known = self.find(part) if part.numel() else None
-        return known if known is not None else part if part in self._arguments else self.store_other(part)
+        return known if known is not None else part if part in self._arguments else self._store_other(part)
+
+    def swapped_bytes(self, t: Tensor) -> int | None:
+        """Return the bytes of a tensor in a slot if `store_other` compresses it there; `None` if it does not."""
+        compresses = self._compression is not None and self._compression.covers(t)
+        return compressed_bytes(t.numel(), t.itemsize) if compresses else None
 
     def store_other(self, t: Tensor) -> Handle:
         """Store a tensor that is no input, no output and no operand of attention."""
-        return t.detach() if is_opaque(t) else self.store("other", t, by_autograd=True)
+        return self._store_other(t, compress=self._compression is not None and self._compression.covers(t))
+
+    def _store_other(self, t: Tensor, compress: bool = False) -> Handle:
+        return t.detach() if is_opaque(t) else self.store("other", t, by_autograd=True, compress=compress)
 
     def store_state(self, state: Tensor, planned: bool) -> Handle:
         """Store the state at the start of the slice, which nothing changes.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_memo.engine.copies.device_clock import Clock, Moment
 from lightning_memo.engine.forward.matrix_products import MeasuredProduct
 from lightning_memo.engine.memory.saved_storages import Registry
-from lightning_memo.parallel.local_tensors import local_part
+from lightning_memo.engine.saved_tensors.compression import is_per_token
 from lightning_memo.planner.token_slices import SavedBytes
 
 
@@ -71,6 +71,11 @@ class CallProfile:
         times = zip(self.marks.get(f"{name}_begin", ()), self.marks.get(f"{name}_end", ()), strict=False)
         return sum(Clock.seconds(start, stop) for start, stop in times)
 
+    @property
+    def compressible_bytes(self) -> int:
+        """Bytes of the first slice's tensors that are compressed if they are swapped."""
+        return sum(item.size_bytes for item in self.saved if item.swapped_bytes is not None)
+
 
 class StepProfile:
     """The profile of a step in which every layer is recomputed. The engine fills it while the step runs.
@@ -96,6 +101,7 @@ class StepProfile:
         self.batch, self.tokens, self.slice_tokens = batch, tokens, slice_tokens
         self.with_products = with_products
         self.setup_seconds = 0.0
+        self._most_read_bytes = 0
         self.calls: dict[int, CallProfile] = {}
         self._clock = Clock(device)
 
@@ -164,12 +170,37 @@ class StepProfile:
         """Add the states among the tensors that were found to be saved: the first slice has none."""
         self._call(index).saved += [item for item in saved if item.kind == "state"]
 
-    def recomputed(self, index: int, t: Tensor, layer: nn.Module, kind: str = "other") -> None:
-        """Add a tensor that would be stored if its slice were swapped; each of its bytes counts once."""
+    def recomputed(
+        self, index: int, t: Tensor, layer: nn.Module, kind: str = "other", swapped_bytes: int | None = None
+    ) -> None:
+        """Add a tensor that would be stored if its slice were swapped; each of its bytes counts once.
+
+        Args:
+            index: Position of the layer call.
+            t: The tensor.
+            layer: The layer.
+            kind: The kind of tensor.
+            swapped_bytes: Its bytes in a slot if it is compressed there; `None` if it is not.
+        """
         call = self._call(index)
         if t.numel() and call.seen.find(t) is None:
             call.seen.add(t, None)
-            call.saved.append(SavedBytes(kind, t.nbytes, _is_per_token(t, layer, call)))
+            per_token = is_per_token(t, layer, (call.slice_tokens, call.batch * call.slice_tokens))
+            call.saved.append(SavedBytes(kind, t.nbytes, per_token, swapped_bytes))
+
+    def read_at_once(self, size_bytes: int) -> None:
+        """Note the bytes of recomputed tensors that one autograd Function has read."""
+        self._most_read_bytes = max(self._most_read_bytes, size_bytes)
+
+    @property
+    def restored_bytes(self) -> int:
+        """Most bytes of swapped tensors that are restored at once; 0 if none is compressed."""
+        return self._most_read_bytes if any(call.compressible_bytes for call in self.calls.values()) else 0
+
+    def store_exactly(self) -> None:
+        """Compress nothing: layers that run as one slice store all tensors as they are."""
+        for call in self.calls.values():
+            call.saved = [replace(item, swapped_bytes=None) for item in call.saved]
 
     def now(self) -> Moment:
         """Return the present point in time."""
@@ -190,6 +221,18 @@ class StepProfile:
         sizes = zip(self.slice_bytes_of(*kinds), self.in_order(), strict=True)
         return tuple(size * call.tokens // call.slice_tokens for size, call in sizes)
 
+    def swapped_bytes_of(self, *kinds: str) -> tuple[int, ...]:
+        """Return the bytes of these kinds of tensors in slots, otherwise like `bytes_of`."""
+        return tuple(
+            sum(s.slot_bytes for s in call.saved if s.kind in kinds) * call.tokens // call.slice_tokens
+            for call in self.in_order()
+        )
+
+    @property
+    def compressible_bytes(self) -> tuple[int, ...]:
+        """Bytes that are compressed if all tokens are swapped, of every call in order of execution."""
+        return tuple(call.compressible_bytes * call.tokens // call.slice_tokens for call in self.in_order())
+
     def slice_bytes_of(self, *kinds: str) -> tuple[int, ...]:
         """Return the bytes of these kinds of tensors for the first slice of every call, in order of execution."""
         return tuple(sum(s.size_bytes for s in call.saved if s.kind in kinds) for call in self.in_order())
@@ -209,15 +252,3 @@ class StepProfile:
 
     def _call(self, index: int) -> CallProfile:
         return self.calls.setdefault(index, CallProfile(self.batch, self.tokens, self.slice_tokens))
-
-
-def _is_per_token(t: Tensor, layer: nn.Module, call: CallProfile) -> bool:
-    """Return whether a tensor has an entry for each token.
-
-    It has one unless all its sizes are sizes of weights (experts get any number of tokens).
-    """
-    if any(size in (call.slice_tokens, call.batch * call.slice_tokens) for size in t.shape):
-        return True
-    weights = [*layer.parameters(), *layer.buffers()]  # quantised ones may be either
-    sizes = {1, *(size for w in weights for size in local_part(w).shape)}
-    return any(size not in sizes for size in t.shape)

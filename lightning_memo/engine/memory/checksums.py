@@ -97,7 +97,9 @@ class SlotChecksums:
     def note(self, handle: object, label: TensorLabel) -> None:
         """Compute the checksum of a tensor that was put, if it fitted in the slot."""
         if isinstance(handle, SlotView):
-            self._checksums[handle.offset_bytes] = Checksum(label, self._bytes(handle), handle.dtype)
+            # A compressed tensor is compared as it left, so its values that are not finite are not counted.
+            dtype = handle.dtype if handle.compressed is None else torch.uint8
+            self._checksums[handle.offset_bytes] = Checksum(label, self._bytes(handle), dtype)
 
     def of(self, view: SlotView) -> Checksum:
         """Return the checksum of the tensor that was put at the view's offset."""

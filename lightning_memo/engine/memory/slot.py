@@ -14,13 +14,15 @@ These words are used in the same way throughout the engine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from lightning_memo.artifacts.compressed_layout import compressed_bytes
 from lightning_memo.engine.copies.copy_events import CopyEvent
 from lightning_memo.engine.copies.timeline_recorder import NOBODY, Subject
+from lightning_memo.engine.memory.compressed_values import CompressedValues
 from lightning_memo.engine.memory.host_arena import LastCopies
 from lightning_memo.engine.memory.saved_storages import flat, gapless_strides, is_dense
 from lightning_memo.engine.memory.spill import SpillWrite
@@ -39,6 +41,7 @@ class SlotView:
         stride: Strides of the tensor, in elements.
         shift_bytes: Distance from `offset_bytes` to the tensor's first element.
         compact: Whether the tensor had gaps and was copied without them.
+        compressed: Number and data type of the values, if they are compressed; `None` if they are as they were.
     """
 
     offset_bytes: int
@@ -48,12 +51,13 @@ class SlotView:
     stride: tuple[int, ...]
     shift_bytes: int = 0
     compact: bool = False
+    compressed: tuple[int, torch.dtype] | None = None
 
     def view_like(self, t: Tensor, shift_bytes: int) -> SlotView:
         """Return a view of the same bytes with the dtype, shape and strides of `t`, which lies inside them."""
         if self.compact:
             return self
-        return SlotView(self.offset_bytes, self.size_bytes, t.dtype, tuple(t.shape), t.stride(), shift_bytes)
+        return replace(self, dtype=t.dtype, shape=tuple(t.shape), stride=t.stride(), shift_bytes=shift_bytes)
 
 
 @dataclass(slots=True)
@@ -157,30 +161,39 @@ class Slot:
             if share.offload is not None:
                 share.offload.wait()
 
-    def put(self, t: Tensor, spill: bool = False) -> SlotView | None:
+    def put(self, t: Tensor, spill: bool = False, compress: bool = False) -> SlotView | None:
         """Copy `t` into the slot, without its gaps if it has any.
 
         Args:
             t: A tensor on the device.
             spill: Whether the tensor goes to the disk instead of the host.
+            compress: Whether it is compressed; see `compressed_values.py`.
 
         Returns:
             The tensor's position, or `None` if the share is too full.
         """
         assert self.buffer is not None
-        start = (self.to_disk if spill else self.to_host).take(t.nbytes)
+        size_bytes = compressed_bytes(t.numel(), t.itemsize) if compress else t.nbytes
+        start = (self.to_disk if spill else self.to_host).take(size_bytes)
         if start is None:
             return None
-        target = self.buffer[start : start + t.nbytes].view(t.dtype)
-        if is_dense(t):
-            target.copy_(flat(t))
-            return SlotView(start, t.nbytes, t.dtype, tuple(t.shape), t.stride())
-        strides = gapless_strides(t.shape, t)
-        torch.as_strided(target, t.shape, strides, target.storage_offset()).copy_(t)
-        return SlotView(start, t.nbytes, t.dtype, tuple(t.shape), strides, compact=True)
+        target, dense = self.buffer[start : start + size_bytes], is_dense(t)
+        strides = t.stride() if dense else gapless_strides(t.shape, t)
+        if compress:
+            values = t if dense else torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
+            CompressedValues(target, t.numel(), t.dtype).write(flat(values))
+        elif dense:
+            target.view(t.dtype).copy_(flat(t))
+        else:
+            target = target.view(t.dtype)
+            torch.as_strided(target, t.shape, strides, target.storage_offset()).copy_(t)
+        compressed = (t.numel(), t.dtype) if compress else None
+        return SlotView(start, size_bytes, t.dtype, tuple(t.shape), strides, compact=not dense, compressed=compressed)
 
     def load(self, view: SlotView) -> Tensor:
         """Return the tensor of a view; the computation waits until its bytes are on the device.
+
+        A compressed tensor is restored into memory of its own, each time it is loaded.
 
         Raises:
             RuntimeError: The slot has been released.
@@ -195,6 +208,9 @@ class Slot:
             self.fetch = None
         assert self.buffer is not None
         first = view.offset_bytes
-        data = self.buffer[first : first + view.size_bytes].view(view.dtype)
+        data = self.buffer[first : first + view.size_bytes]
+        if view.compressed is not None:
+            data = CompressedValues(data, *view.compressed).read()
+        data = data.view(view.dtype)
         shift = data.storage_offset() + view.shift_bytes // view.dtype.itemsize
         return torch.as_strided(data, view.shape, view.stride, shift)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lightning_memo.artifacts.compressed_layout import SwapPrecision
 from lightning_memo.artifacts.swap_plan import Attention, HostBacked
 from lightning_memo.engine.copies.test_mode import TestMode
 from lightning_memo.engine.modules.layer_probe import LayerTraits
@@ -33,6 +34,7 @@ class RequestedSettings:
         spill_path: Folder on a disk for the layer calls that a plan spills.
         test_mode: Random delays and poisoned buffers, to bring out copy races.
         check_restored: Whether tensors that return to the device are compared with what left it.
+        swap_precision: "fp8" if swapped activations are compressed where that is possible, otherwise "exact".
         check_slices: Whether layers in slices are compared with whole layers while training.
         host_limit: Returns the host bytes that the profiled step may use. What needs more stays on the device.
     """
@@ -48,6 +50,7 @@ class RequestedSettings:
     test_mode: TestMode | None = None
     check_restored: bool = False
     check_slices: bool = True
+    swap_precision: SwapPrecision = "exact"
     host_limit: Callable[[], float] = lambda: math.inf
 
     def check(self, traits: LayerTraits, tokens: int) -> None:

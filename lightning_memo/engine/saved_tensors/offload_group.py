@@ -61,16 +61,17 @@ class OffloadGroup:
         """Whether the group holds its tensors."""
         return self._release.alive
 
-    def put(self, t: Tensor, spill: bool = False) -> Handle:
+    def put(self, t: Tensor, spill: bool = False, compress: bool = False) -> Handle:
         """Copy a tensor into the slot, and return its handle. Without space in a slot, it stays on the device.
 
         Args:
             t: The tensor.
             spill: Whether the tensor goes to the disk instead of the host.
+            compress: Whether it is compressed in the slot.
         """
         if self.slot is None or t.numel() == 0:
             return t
-        stored = self.slot.put(t, spill)
+        stored = self.slot.put(t, spill, compress)
         if stored is None:
             if self._memory is not None:
                 self._memory.stats.overflow_bytes += t.nbytes

@@ -135,7 +135,8 @@ def _run_of_slice(
     """Return the run of a layer call that shares arguments, attention and random state with others of the sequence."""
     slices = (TokenRange(0, call.tokens, sequence.slice.action),)
     meter = CallMeter(engine, position, slices=1)
-    policy = StoragePolicy(engine.memory, swap=True, per_slice=True)
+    compresses = engine.swap is not None and engine.swap.precision == "fp8"
+    policy = StoragePolicy(engine.memory, swap=True, per_slice=True, compresses=compresses)
     attended = [part.gathered(call.shards) for part in sequence.slices]
     state = ForwardState(call.layer, ()) if sequence.slice.action is Action.RECOMPUTE else None
     generators = OtherGenerators(()) if state is None else OtherGenerators.of(call.layer, state)

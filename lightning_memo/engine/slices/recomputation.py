@@ -43,14 +43,17 @@ class Recomputed:
         qkv: Queries, keys and values of the slice's attention calls.
         results: Results of those attention calls that had to run again, by their numbers.
         saved: The tensors that the forward saved, in order, until they are taken.
+        most_taken_bytes: Bytes of the tensors that one autograd Function took, of the one that took most.
     """
 
     def __init__(self) -> None:
         self.qkv: list[tuple[Tensor, Tensor, Tensor]] = []
         self.results: dict[int, AttentionResult] = {}
         self.saved: list[Tensor | None] = []
+        self.most_taken_bytes = 0
         self._reader = 0  # the autograd Function that took tensors last
         self._read: dict[int, Tensor] = {}
+        self._taken_bytes = 0  # by this Function
 
     def take(self, number: int) -> Tensor:
         """Return a tensor that the forward saved; each can be taken once, or often by a single autograd Function.
@@ -61,7 +64,7 @@ class Recomputed:
         t, self.saved[number] = self.saved[number], None
         node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
         if id(node) != self._reader:
-            self._reader, self._read = id(node), {}
+            self._reader, self._read, self._taken_bytes = id(node), {}, 0
         if isinstance(node, BackwardCFunction):  # whose backward may read `ctx.saved_tensors` more than once
             t = self._read.get(number) if t is None else self._read.setdefault(number, t)
         if t is None:
@@ -69,6 +72,8 @@ class Recomputed:
                 "a recomputed activation was asked for twice: a second backward through the same graph "
                 "(retain_graph) is not supported: sum the losses, or run a forward for each"
             )
+        self._taken_bytes += t.nbytes
+        self.most_taken_bytes = max(self.most_taken_bytes, self._taken_bytes)
         return t
 
 

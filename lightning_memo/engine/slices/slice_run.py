@@ -117,7 +117,8 @@ class SliceRun:
         if self.recomputes:
             if known is None and run.meter.profile is not None:
                 for part in plain_parts(local):
-                    run.meter.profile.recomputed(run.position.layer, part, run.call.layer)
+                    swapped_bytes = None if wrapped else storage.swapped_bytes(part)
+                    run.meter.profile.recomputed(run.position.layer, part, run.call.layer, swapped_bytes=swapped_bytes)
             if self.sums is not None:
                 self.sums.note(len(self.saved), t)
             self.saved.append((t.shape, t.dtype))
@@ -264,6 +265,9 @@ class SliceRun:
     def end_backward(self) -> None:
         """End the slice's backward, and give its memory back."""
         self.run.engine.recorder.end("slice", self.subject)
+        profile = self.run.engine.profile
+        if profile is not None and self._recomputed is not None:
+            profile.read_at_once(self._recomputed.most_taken_bytes)
         self._recomputed = None
         self.attentions, self.choices, self.starts = [], [], []
         self.storage.end_backward()

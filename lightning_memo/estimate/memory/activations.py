@@ -25,6 +25,15 @@ class LayerActivations:
     others: int
     """S_others."""
 
+    compressible: int = 0
+    """Part of S_others that `swap_precision="fp8"` compresses."""
+
+    compressed: int = 0
+    """Bytes of this part when it is compressed."""
+
+    restored: int = 0
+    """Bytes of the two largest tensors of this part, which one operation of the backward may read."""
+
     @property
     def total(self) -> int:
         return self.input + self.attention + self.others
@@ -42,9 +51,21 @@ def layer_activations(
         tensor_parallel: Number of tensor-parallel devices. Each of them routes the tokens of all.
     """
     sums = {"input": 0, "attention": 0, "other": 0}
+    compressible, compressed = [0], 0
     for tensor in saved_tensors(shape, kernels=kernels, sizes=sizes, tensor_parallel=tensor_parallel):
         sums[tensor.kind] += tensor.bytes_per_token
-    return LayerActivations(sums["input"], sums["attention"], sums["other"])
+        size = tensor.compressed_bytes_per_token(shape.hidden)
+        if size is not None:
+            compressible.append(tensor.bytes_per_token)
+            compressed += size
+    return LayerActivations(
+        sums["input"],
+        sums["attention"],
+        sums["other"],
+        compressible=sum(compressible),
+        compressed=compressed,
+        restored=sum(sorted(compressible)[-2:]),
+    )
 
 
 def saved_tensors(

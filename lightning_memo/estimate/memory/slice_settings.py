@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from lightning_memo.artifacts.compressed_layout import SwapPrecision
 from lightning_memo.artifacts.json_documents import check_range
 from lightning_memo.artifacts.swap_plan import HostBacked, StreamedBytes
 from lightning_memo.estimate.inputs.precision_bytes import FP32, ElementBytes
@@ -56,7 +57,14 @@ class Slices:
         return tables_bytes(shape, sizes) if self.states_on_host else 0
 
     def streamed_bytes(
-        self, shape: ModelShape, *, kernels: Kernels, sizes: ElementBytes, tokens: int, alpha: float
+        self,
+        shape: ModelShape,
+        *,
+        kernels: Kernels,
+        sizes: ElementBytes,
+        tokens: int,
+        alpha: float,
+        swap_precision: SwapPrecision = "exact",
     ) -> StreamedBytes:
         """Return the sizes of host and staging buffers, by the code that training uses.
 
@@ -66,8 +74,11 @@ class Slices:
             sizes: Sizes of elements.
             tokens: Number of tokens of the sequence.
             alpha: Fraction of the tokens whose activations are swapped.
+            swap_precision: How they are swapped.
         """
-        saved = list(saved_bytes(shape, kernels=kernels, sizes=sizes, tokens=self.tokens))
+        saved = list(
+            saved_bytes(shape, kernels=kernels, sizes=sizes, tokens=self.tokens, swap_precision=swap_precision)
+        )
         shared = [tables_bytes(shape, sizes) // 2] * 2 + [_INT64] * 2
         if self.states_on_host:
             saved += [SavedBytes("other", self.tokens * size) for size in shared[:2]]
@@ -82,7 +93,13 @@ class Slices:
 
 
 def saved_bytes(
-    shape: ModelShape, *, kernels: Kernels, sizes: ElementBytes, tokens: int, tensor_parallel: int = 1
+    shape: ModelShape,
+    *,
+    kernels: Kernels,
+    sizes: ElementBytes,
+    tokens: int,
+    tensor_parallel: int = 1,
+    swap_precision: SwapPrecision = "exact",
 ) -> Iterator[SavedBytes]:
     """Yield the tensors that a layer saves, in the form that the planner takes.
 
@@ -92,9 +109,15 @@ def saved_bytes(
         sizes: Sizes of elements.
         tokens: Number of tokens in the layer's input.
         tensor_parallel: Number of tensor-parallel devices.
+        swap_precision: How tensors are swapped.
     """
     for tensor in saved_tensors(shape, kernels=kernels, sizes=sizes, tensor_parallel=tensor_parallel):
-        yield SavedBytes(_ROLES.get(tensor.name, "other"), tokens * tensor.bytes_per_token)
+        moved = None if swap_precision == "exact" else tensor.compressed_bytes_per_token(shape.hidden)
+        yield SavedBytes(
+            _ROLES.get(tensor.name, "other"),
+            tokens * tensor.bytes_per_token,
+            swapped_bytes=None if moved is None else tokens * moved,
+        )
 
 
 def tables_bytes(shape: ModelShape, sizes: ElementBytes) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
+from lightning_memo.artifacts.compressed_layout import SwapPrecision
 from lightning_memo.estimate.inputs.cluster import MAX_DEVICES
 from lightning_memo.estimate.inputs.constants import Constants, constants_of, read_constants
 from lightning_memo.estimate.inputs.precision_bytes import Precision
@@ -75,6 +76,7 @@ def read_settings(settings: Mapping[str, Any], model: str) -> CommandRequest:
         precision=_choice("precision", settings["precision"], get_args(Precision)),
         zero_shard_size=_shard_size(settings["zero_shard_size"]),
         zero_communication=_choice("zero_communication", settings["zero_communication"], get_args(ZeroCommunication)),
+        swap_precision=_choice("swap_precision", settings["swap_precision"], get_args(SwapPrecision)),
         slices=_slices(settings),
         spill_bytes=_spill_bytes(settings["spill_memory"]),
     )

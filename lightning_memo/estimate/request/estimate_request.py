@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from lightning_memo.artifacts.compressed_layout import SwapPrecision
 from lightning_memo.artifacts.json_documents import check_range
 from lightning_memo.estimate.inputs.cluster import Cluster
 from lightning_memo.estimate.inputs.constants import Constants
@@ -62,6 +63,9 @@ class Question:
 
     zero_communication: ZeroCommunication = "none"
     """How ZeRO sends weights and gradients."""
+
+    swap_precision: SwapPrecision = "exact"
+    """How activations are swapped."""
 
     slices: Slices | None = None
     """Settings for layers that run slice by slice, or None to run layers on whole sequences."""

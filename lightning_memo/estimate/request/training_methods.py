@@ -130,6 +130,13 @@ def check_question(question: Question) -> None:
     if (sent != "none" or size is not None) and not runs_here(question):
         given = f"zero_communication={sent}" if sent != "none" else f"zero_shard_size={size}"
         why_not = f"{given} is estimated for what this package runs: leave it out, or give method=memo"
+    if question.swap_precision != "exact" and not (
+        METHOD_TRAITS[question.method].recomputes == "alpha" and runs_here(question)
+    ):
+        why_not = (
+            f"swap_precision={question.swap_precision} is estimated for what this package swaps: leave it out, or give "
+            "method=memo"
+        )
     if question.spill_bytes and not why_not:
         why_not = _why_not_spilled(question)
     if question.slices is not None and not why_not:

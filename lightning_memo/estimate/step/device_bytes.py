@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 
+from lightning_memo.artifacts.compressed_layout import BLOCK
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.precision_bytes import BF16, FP32, ElementBytes, program_bytes
 from lightning_memo.estimate.memory.device_weights import (
@@ -20,7 +21,7 @@ from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import element_bytes, runs_here
 from lightning_memo.estimate.times.expert_exchange import received_tokens
 from lightning_memo.estimate.times.layer_times import has_whole_logits
-from lightning_memo.parallel.zero.quantised_bytes import BLOCK, GRADIENT_BITS, WEIGHT_BITS, sent_bytes
+from lightning_memo.parallel.zero.quantised_bytes import GRADIENT_BITS, WEIGHT_BITS, sent_bytes
 from lightning_memo.planner.placement import Problem
 from lightning_memo.shapes.model_shape import ModelShape
 

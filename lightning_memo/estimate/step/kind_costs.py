@@ -56,6 +56,9 @@ def estimated_storage_costs(question: Question, parallel: Parallelism, costs: La
             attention_seconds=times.attention_forward,
             elementwise_seconds=max(times.recompute - sum(product.seconds for product in products), 0.0),
             window_tokens=run.shape.window,
+            swapped_other_bytes=None if costs.swapped_other_bytes is None else costs.swapped_other_bytes[first],
+            compress_seconds=0.0 if costs.compress_seconds is None else costs.compress_seconds[first],
+            restore_seconds=0.0 if costs.restore_seconds is None else costs.restore_seconds[first],
         )
         calls += [call] * run.shape.layers
     return StorageCosts.of_step(calls, costs)
@@ -152,5 +155,6 @@ def storable_tensors(
         sizes=element_bytes(question),
         tokens=tokens,
         tensor_parallel=tensor_parallel,
+        swap_precision=question.swap_precision,
     )
     return [*saved, *(SavedBytes(product.name, product.size_bytes) for product in products)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from lightning_memo.estimate.memory.planned_step import PlannedCall, PlannedSlic
 from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import element_bytes, layer_kernels
 from lightning_memo.estimate.step.device_bytes import gathered_bytes, logits_bytes
-from lightning_memo.estimate.step.planner_inputs import has_known_step, known_step
+from lightning_memo.estimate.step.planner_inputs import has_known_step, known_step, restored_bytes_per_token
 from lightning_memo.estimate.times.layer_products import layer_products
 from lightning_memo.planner.storage.storage_plan_slices import stored_slices
 from lightning_memo.planner.token_slices import Action, TokenRange, slice_tokens_by_alpha
@@ -42,8 +43,17 @@ def bytes_of_plan(question: Question, parallel: Parallelism, plan: Plan) -> dict
             buffer_bytes=swap.buffer_bytes,
             plain=swap.mode == "plain",
         )
-        working = step.peak_bytes - swap.buffer_bytes - kept
+        working = step.peak_bytes - swap.buffer_bytes - kept + _restored_bytes(question, parallel, plan)
     return by_category(question, parallel, swap.buffer_bytes, kept, working, plan.costs.transient_device_bytes)
+
+
+def _restored_bytes(question: Question, parallel: Parallelism, plan: Plan) -> int:
+    """Bytes of compressed tensors that the backward of a slice restores at once."""
+    if question.swap_precision == "exact" or plan.swap.mode == "plain":
+        return 0
+    slices = itertools.chain.from_iterable(_slices(plan, call) for call in range(plan.swap.calls))
+    swapped = (part.tokens for part in slices if part.action is Action.SWAP)
+    return max(swapped, default=0) * restored_bytes_per_token(question, parallel)
 
 
 def by_category(
@@ -111,10 +121,16 @@ def _planned_slices(run: Question, plan: Plan, call: int) -> Iterator[PlannedSli
     if swap.mode == "plain":
         yield PlannedSlice(tokens=tokens, kept=all_but_input(run))
         return
-    stored = swap.storage is not None and stored_slices(swap.storage, call, tokens)
-    for part in stored or slice_tokens_by_alpha(tokens, swap.alpha):
+    for part in _slices(plan, call):
         kept = saved_names(run, "other") if part.action is Action.KEEP else frozenset()
         yield PlannedSlice(tokens=part.tokens, made=frozenset(_recomputed(run, part)), kept=kept)
+
+
+def _slices(plan: Plan, call: int) -> tuple[TokenRange, ...]:
+    swap, tokens = plan.swap, plan.costs.tokens
+    if swap.storage is not None:
+        return stored_slices(swap.storage, call, tokens)
+    return slice_tokens_by_alpha(tokens, swap.alpha)
 
 
 def _recomputed(question: Question, part: TokenRange) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.estimate.inputs.cluster import DISK
 from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.memory.activations import layer_activations
+from lightning_memo.estimate.memory.activations import LayerActivations, layer_activations
 from lightning_memo.estimate.memory.layer_buffers import has_known_buffers
 from lightning_memo.estimate.memory.sliced_working_set import SlicedStep
 from lightning_memo.estimate.memory.working_set import HuggingFaceStep
@@ -34,6 +34,8 @@ def estimated_layer_costs(question: Question, parallel: Parallelism) -> LayerCos
     alive = tokens if question.sliced is None else question.sliced.tokens
     others = max(run["other_bytes"][0] for run in runs)
     transient, in_backward = _transients(question, parallel, alive * (others // tokens))
+    if question.swap_precision != "exact":
+        in_backward += alive * restored_bytes_per_token(question, parallel)
     # All devices of a node share its disk.
     write, read = (getattr(question.cluster, name) or 0.0 for name in DISK) if question.spill_bytes else (0.0, 0.0)
     return LayerCosts(
@@ -55,12 +57,7 @@ def _costs_of_run(question: Question, parallel: Parallelism, bandwidth: float) -
     """Bytes and seconds of equal layers, by field of `LayerCosts`."""
     calls = question.shape.layers
     tokens = question.seq_len // (parallel.tp * parallel.cp)
-    kept = layer_activations(
-        question.shape,
-        kernels=layer_kernels(question),
-        sizes=element_bytes(question),
-        tensor_parallel=parallel.tp,
-    )
+    kept = _kept(question, parallel)
     if question.sliced is not None:
         kept = replace(
             kept, others=kept.others + question.sliced.kept_tables_bytes(question.shape, element_bytes(question))
@@ -71,7 +68,7 @@ def _costs_of_run(question: Question, parallel: Parallelism, bandwidth: float) -
         forward, backward = streamed_seconds(question, question.sliced, times, kept, bandwidth)
     if METHOD_TRAITS[question.method].recomputes == "alpha" and runs_here(question):
         forward += 2 * tokens * (kept.input + kept.attention) / memory_rate(question)  # copied into a slot
-    return {
+    return _compression(question, kept, tokens, calls) | {
         "input_bytes": (tokens * kept.input,) * calls,
         "attention_bytes": (tokens * kept.attention,) * calls,
         "other_bytes": (tokens * kept.others,) * calls,
@@ -79,6 +76,37 @@ def _costs_of_run(question: Question, parallel: Parallelism, bandwidth: float) -
         "backward_seconds": (backward,) * calls,
         "recompute_seconds": (times.recompute,) * calls,
     }
+
+
+def _kept(question: Question, parallel: Parallelism) -> LayerActivations:
+    """Bytes per token that a layer saves."""
+    return layer_activations(
+        question.shape,
+        kernels=layer_kernels(question),
+        sizes=element_bytes(question),
+        tensor_parallel=parallel.tp,
+    )
+
+
+def _compression(question: Question, kept: LayerActivations, tokens: int, calls: int) -> dict[str, tuple[Any, ...]]:
+    """Bytes and seconds of compression by field of `LayerCosts`; nothing if activations are swapped as they are.
+
+    Each tensor is read for the scales and for the values, which are written, read and rounded. It is written twice when
+    it is restored, and read once in between.
+    """
+    if question.swap_precision == "exact":
+        return {}
+    compress, restore = 4 * kept.compressible + kept.compressed, 3 * kept.compressible + kept.compressed
+    return {
+        "swapped_other_bytes": (tokens * (kept.others - kept.compressible + kept.compressed),) * calls,
+        "compress_seconds": (tokens * compress / memory_rate(question),) * calls,
+        "restore_seconds": (tokens * restore / memory_rate(question),) * calls,
+    }
+
+
+def restored_bytes_per_token(question: Question, parallel: Parallelism) -> int:
+    """Bytes per token of the tensors that are restored at once, in the layer with most of them."""
+    return max(_kept(run, parallel).restored for run in question.runs)
 
 
 def largest_slot(costs: LayerCosts, alpha: float) -> int:

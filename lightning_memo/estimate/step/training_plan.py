@@ -145,4 +145,5 @@ def streamed_bytes(question: Question, alpha: float) -> StreamedBytes:
         sizes=element_bytes(question),
         tokens=question.seq_len,
         alpha=alpha,
+        swap_precision=question.swap_precision,
     )

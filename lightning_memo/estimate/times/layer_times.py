@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from lightning_memo.artifacts.compressed_layout import BLOCK
 from lightning_memo.estimate.inputs.cluster import Cluster
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.precision_bytes import ElementBytes
@@ -13,7 +14,7 @@ from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import METHOD_TRAITS, element_bytes, layer_kernels
 from lightning_memo.estimate.times.expert_exchange import exchange_seconds
 from lightning_memo.estimate.times.memory_bound import traffic_of_layer
-from lightning_memo.parallel.zero.quantised_bytes import BLOCK, GRADIENT_BITS, WEIGHT_BITS, sent_bytes
+from lightning_memo.parallel.zero.quantised_bytes import GRADIENT_BITS, WEIGHT_BITS, sent_bytes
 from lightning_memo.shapes.model_shape import ModelShape
 
 BACKWARD_OF_ATTENTION: Final = 2.5

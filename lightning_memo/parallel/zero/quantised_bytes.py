@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-BLOCK: Final = 128
-"""Number of values with one scale."""
+from lightning_memo.artifacts.compressed_layout import block_bytes
 
 SCALE_BYTES: Final = 4
 
@@ -17,4 +16,4 @@ GRADIENT_BITS: Final = {"int8": 8, "int4": 4}
 
 def sent_bytes(values: int, bits: int) -> int:
     """Return the bytes in which some values are sent."""
-    return -(-values // BLOCK) * (BLOCK * bits // 8 + SCALE_BYTES)
+    return block_bytes(values, bits, SCALE_BYTES)

@@ -10,16 +10,17 @@ parts. A block with a NaN or an infinity arrives as values that are not finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.nn import functional
 
-from lightning_memo.parallel.zero.quantised_bytes import BLOCK, GRADIENT_BITS, SCALE_BYTES, WEIGHT_BITS, sent_bytes
+from lightning_memo.artifacts.compressed_layout import BLOCK
+from lightning_memo.parallel.value_blocks import blocks_of
+from lightning_memo.parallel.zero.quantised_bytes import GRADIENT_BITS, SCALE_BYTES, WEIGHT_BITS, sent_bytes
 
 # Newer versions of PyTorch have another name for it, and warn of the old one.
 _all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -57,7 +58,7 @@ class Quantised:
     def write(self, t: Tensor) -> None:
         """Write values, `[values]`."""
         first = 0
-        for part in _blocks_of(t):
+        for part in blocks_of(t):
             rows = slice(first, first + len(part))
             scales = torch.linalg.vector_norm(part, math.inf, 1, keepdim=True, dtype=torch.float32)
             scales /= 2 ** (self._bits - 1) - 1
@@ -93,15 +94,6 @@ class Quantised:
             return self._integers
         # An arithmetic shift extends the sign.
         return torch.stack([(self._integers << 4) >> 4, self._integers >> 4], -1).view(-1, BLOCK)
-
-
-def _blocks_of(t: Tensor) -> Iterator[Tensor]:
-    """Return whole blocks, and the rest of the values with zeros behind them, each `[blocks, BLOCK]`."""
-    whole = len(t) // BLOCK * BLOCK
-    if whole:
-        yield t[:whole].view(-1, BLOCK)
-    if whole < len(t):
-        yield functional.pad(t[whole:], (0, whole + BLOCK - len(t)))[None]
 
 
 def _two_in_one(integers: Tensor) -> Tensor:

@@ -35,6 +35,8 @@ def best_alpha_reason(feasibility: Feasibility, solution: AlphaSolution, alpha: 
         alpha: Fraction of the tokens that was chosen.
     """
     limit, allows = _limit_text(feasibility, solution)
+    if solution.binding == "compression":
+        return limit
     parts = feasibility.costs.calls if feasibility.whole_layers else feasibility.costs.tokens
     more = min(alpha + 1 / parts, 1.0)
     budget = feasibility.budget
@@ -76,6 +78,9 @@ def _limit_text(feasibility: Feasibility, solution: AlphaSolution) -> tuple[str,
         return text, text
     if not solution.hidden:
         return f"Copy time is the limit: even at alpha=0 {_SLOW}.", "Copies slow the step as well."
+    if solution.binding == "compression":
+        text = "Recomputation is faster than to compress and restore activations, so only exact ones are swapped."
+        return text, text
     if solution.binding == "overlap":
         limit = f"above {alpha} the copy of a layer would take longer than its forward"
         return f"Copy time is the limit: {limit}.", f"Copy time would allow {alpha}."
@@ -109,5 +114,6 @@ def _overflow_text(feasibility: Feasibility, alpha: float) -> str:
 def _hidden(costs: LayerCosts, alpha: float) -> bool:
     bandwidth = min(costs.offload_bytes_per_second, costs.prefetch_bytes_per_second)
     return all(
-        costs.swapped_bytes(call, alpha) <= costs.forward_seconds[call] * bandwidth for call in range(costs.calls - 2)
+        costs.swapped_bytes(call, alpha) <= costs.forward_seconds_at(call, alpha) * bandwidth
+        for call in range(costs.calls - 2)
     )

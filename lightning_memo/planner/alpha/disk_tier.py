@@ -49,8 +49,7 @@ def disk_keeps_up(costs: LayerCosts, slot_bytes: int, spilled_calls: int, alpha:
         return True
     swapped_calls = costs.calls - 2
     write_seconds, read_seconds = disk_seconds(costs, slot_bytes)
-    forward = min(costs.forward_seconds[:swapped_calls]) * (swapped_calls // spilled_calls)
-    backward = min(
-        costs.backward_seconds[call] + (1.0 - alpha) * costs.recompute_seconds[call] for call in range(swapped_calls)
-    )
+    leaving = range(swapped_calls)
+    forward = min(costs.forward_seconds_at(call, alpha) for call in leaving) * (swapped_calls // spilled_calls)
+    backward = min(costs.backward_seconds_at(call, alpha) for call in leaving)
     return write_seconds <= forward and read_seconds <= backward

@@ -68,7 +68,10 @@ class Feasibility:
         return not spilled or disk_keeps_up(self.costs, self.slot_bytes(alpha), spilled, alpha)
 
     def device_bytes(self, alpha: float) -> int:
-        """`Plan.device_bytes` of the plan. Grows with alpha: buffers grow by more than recomputation shrinks."""
+        """`Plan.device_bytes` of the plan.
+
+        Grows with alpha, because buffers grow by more than recomputation shrinks, unless activations are compressed.
+        """
         if self.streamed_bytes is not None:
             sizes = self.streamed_bytes(alpha)
             buffers = 2 * sizes.slot + sizes.staging

@@ -9,7 +9,7 @@ from typing import Final, Literal
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.utils.units import format_bytes
 
-Binding = Literal["overlap", "host", "all tokens swapped"]
+Binding = Literal["overlap", "host", "compression", "all tokens swapped"]
 
 TOLERANCE: Final = 1e-6
 """Share by which a copy may take longer than its forward: measured times are far less exact."""
@@ -46,7 +46,9 @@ def solve_alpha(costs: LayerCosts, budget: Budget) -> AlphaSolution:
     For each swapped layer, `(S_input + S_attn + alpha * S_others) / B <= T_layer`; over all swapped layers,
     `sum(S_input + S_attn + alpha * S_others) <= M_host`. The last two layer calls never leave the device, so neither
     constraint includes them. B is the smaller of the two bandwidths, T_layer the forward time. With alpha as the only
-    variable, the linear program's optimum is the smallest of the constraints' upper bounds.
+    variable, the linear program's optimum is the smallest of the constraints' upper bounds. If activations are swapped
+    compressed, S_others is their compressed size, T_layer grows with alpha by the time to compress them, and alpha is 0
+    where recomputation takes less time than to compress and restore them.
 
     Args:
         costs: Bytes and seconds of each layer call.
@@ -64,14 +66,29 @@ def solve_alpha(costs: LayerCosts, budget: Budget) -> AlphaSolution:
     spare_bytes = [costs.forward_seconds[call] * bandwidth - costs.swapped_bytes(call, 0.0) for call in swapped]
     if any(spare < 0 for spare in spare_bytes):
         return AlphaSolution(alpha=0.0, binding="overlap", hidden=False)
-    overlap = min(map(_upper_bound, spare_bytes, costs.other_bytes), default=math.inf)
-    host = _upper_bound(room_bytes - least_bytes, sum(costs.other_bytes[call] for call in swapped))
+    if compression_outlasts_recomputation(costs):
+        return AlphaSolution(alpha=0.0, binding="compression", hidden=True)
+    # The forward that compresses more lasts longer, too.
+    longer_seconds = [costs.forward_seconds_at(call, 1.0) - costs.forward_seconds[call] for call in swapped]
+    exposed_bytes = [
+        max(costs.moved_other_bytes[call] - seconds * bandwidth, 0.0)
+        for call, seconds in zip(swapped, longer_seconds, strict=True)
+    ]
+    overlap = min(map(_upper_bound, spare_bytes, exposed_bytes), default=math.inf)
+    host = _upper_bound(room_bytes - least_bytes, sum(costs.moved_other_bytes[call] for call in swapped))
     alpha = min(overlap, host)
     if alpha >= 1.0 - TOLERANCE:
         return AlphaSolution(alpha=1.0, binding="all tokens swapped", hidden=True)
     return AlphaSolution(alpha=alpha, binding="host" if host < overlap else "overlap", hidden=True)
 
 
-def _upper_bound(room_bytes: float, other_bytes: int) -> float:
+def compression_outlasts_recomputation(costs: LayerCosts) -> bool:
+    """Return whether to compress and restore activations takes longer than to recompute them."""
+    if costs.compress_seconds is None or costs.restore_seconds is None:
+        return False
+    return sum(costs.compress_seconds) + sum(costs.restore_seconds) > sum(costs.recompute_seconds)
+
+
+def _upper_bound(room_bytes: float, other_bytes: float) -> float:
     """Largest alpha with `alpha * other_bytes <= room_bytes`."""
     return room_bytes / other_bytes if other_bytes else math.inf

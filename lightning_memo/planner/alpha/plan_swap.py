@@ -140,13 +140,20 @@ def _feasible_alpha(feasibility: Feasibility, limit: float) -> float:
 
     def too_many(count: int) -> bool:
         alpha = count / parts
-        keeps_up = count == 0 or (feasibility.keeps_up(alpha) and feasibility.fits_device(alpha))
-        return not (feasibility.fits(alpha) and keeps_up)
+        return not (feasibility.fits(alpha) and (count == 0 or feasibility.keeps_up(alpha)))
+
+    def too_large(count: int) -> bool:
+        return count > 0 and not feasibility.fits_device(count / parts)
 
     most = math.floor(min(limit + TOLERANCE, 1.0) * parts)
-    if most == parts and not too_many(parts):
-        return 1.0  # whole layers use the disk only if all of them are swapped
-    fitting = bisect_left(range(most + 1), True, key=too_many)
-    if not fitting:
+    if most == parts:
+        if not (too_many(parts) or too_large(parts)):
+            return 1.0
+        most -= 1  # whole layers use the disk only if all of them are swapped
+    most = bisect_left(range(most + 1), True, key=too_many) - 1
+    if most < 0:
         raise HostMemoryError(0.0, feasibility.host_bytes(0.0), feasibility.budget)
-    return (fitting - 1) / parts
+    # Compressed tensors in two buffers may take less of the device than the recomputed ones in their place.
+    if too_large(most):
+        most = bisect_left(range(most + 1), True, key=too_large) - 1
+    return most / parts

@@ -43,6 +43,8 @@ def layer_seconds(costs: LayerCosts, call: int, sizes: StreamedBytes, schedule: 
 
 def _slice_work(costs: LayerCosts, call: int, sizes: StreamedBytes) -> Iterator[_SliceWork]:
     forward, recompute = costs.forward_seconds[call], costs.recompute_seconds[call]
+    compress = costs.forward_seconds_at(call, 1.0) - forward
+    restore = costs.backward_seconds_at(call, 1.0) - costs.backward_seconds[call]
     attention = max(1.0 - recompute / forward, 0.0) if forward else 0.0  # share of a layer's time
     tokens, start = sum(part.tokens for part in sizes.slices), 0
     for part in sizes.slices:
@@ -50,8 +52,8 @@ def _slice_work(costs: LayerCosts, call: int, sizes: StreamedBytes) -> Iterator[
         seen = (stop**2 - start**2) / tokens**2  # share of the pairs under a causal mask
         share = (1.0 - attention) * local + attention * seen
         yield _SliceWork(
-            forward_seconds=share * forward,
-            backward_seconds=share * costs.backward_seconds[call] + (0.0 if part.swapped else local * recompute),
+            forward_seconds=share * forward + (local * compress if part.swapped else 0.0),
+            backward_seconds=share * costs.backward_seconds[call] + local * (restore if part.swapped else recompute),
             offload_seconds=part.slot / costs.offload_bytes_per_second,
             prefetch_seconds=part.slot / costs.prefetch_bytes_per_second,
         )

@@ -21,7 +21,7 @@ def steady(costs: LayerCosts) -> LayerCosts:
     Args:
         costs: Costs as measured in the first step.
     """
-    sizes = list(zip(costs.input_bytes, costs.attention_bytes, costs.other_bytes, strict=True))
+    sizes = list(zip(costs.input_bytes, costs.attention_bytes, costs.moved_other_bytes, strict=True))
 
     def medians(seconds: tuple[float, ...]) -> tuple[float, ...]:
         alike: dict[tuple[int, int, int], list[float]] = {}
@@ -71,8 +71,10 @@ def step_seconds(costs: LayerCosts, swap: SwapPlan) -> float:
     for call in range(costs.calls):
         # The last two calls copy nothing, but recompute like the others.
         copied_bytes = costs.swapped_bytes(call, swap.alpha) if call < swap.swapped_calls else 0
-        recomputed = 0.0 if swap.mode == "plain" else (1.0 - swap.alpha) * costs.recompute_seconds[call]
         arriving = max(copied_bytes / costs.prefetch_bytes_per_second, reading if swap.spills(call) else 0.0)
-        forward_seconds += max(costs.forward_seconds[call], copied_bytes / costs.offload_bytes_per_second)
-        backward_seconds += max(costs.backward_seconds[call] + recomputed, arriving)
+        forward, backward = costs.forward_seconds[call], costs.backward_seconds[call]
+        if swap.mode != "plain":
+            forward, backward = costs.forward_seconds_at(call, swap.alpha), costs.backward_seconds_at(call, swap.alpha)
+        forward_seconds += max(forward, copied_bytes / costs.offload_bytes_per_second)
+        backward_seconds += max(backward, arriving)
     return costs.outside_seconds + max(forward_seconds, swap.spilled_calls * writing) + backward_seconds

@@ -79,7 +79,10 @@ def common_problem(
     Raises:
         StorageError: Layers that have to run in the same slices save different sizes.
     """
-    sizes = [(costs.call_classes, [(call.kinds, call.sizes) for call in costs.classes]) for costs, _ in problems]
+    sizes = [
+        (costs.call_classes, [(call.kinds, call.sizes, call.swapped_other_bytes) for call in costs.classes])
+        for costs, _ in problems
+    ]
     if any(size != sizes[0] for size in sizes):
         if common_bounds:
             raise StorageError(

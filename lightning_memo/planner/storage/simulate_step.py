@@ -126,15 +126,21 @@ def _work(call: CallCosts, plan: CallPlan, costs: StorageCosts, budget: StorageB
     by_kind = _by_kind(call, plan, costs.tokens)
     _check_kinds(by_kind, costs.tokens)
     held = {"keep": 0, "swap": 0, "spill": 0}
-    sizes = dict(zip(call.kinds, call.sizes, strict=True))
+    sizes, moved = dict(zip(call.kinds, call.sizes, strict=True)), 0
     for r in plan.ranges:
-        held[r.place] += -(-sizes[r.kind] * (r.stop - r.start) // costs.tokens)
+        size = sizes[r.kind]
+        if r.kind == "all" and r.place != "keep":
+            moved += r.stop - r.start
+            size = size if call.swapped_other_bytes is None else call.swapped_other_bytes
+        held[r.place] += -(-size * (r.stop - r.start) // costs.tokens)
     if held["spill"] and budget.nvme is None:
         _refuse(ScheduleFault.SPILL, f"{held['spill']} bytes")
     recomputed = sum(stop - start for start, stop in _gaps(by_kind["all"], costs.tokens))
     return _Work(
-        forward_seconds=call.forward_seconds,
-        backward_seconds=call.backward_seconds + _recompute_seconds(call, by_kind, costs.tokens),
+        forward_seconds=call.forward_seconds + call.compress_seconds * moved / costs.tokens,
+        backward_seconds=call.backward_seconds
+        + call.restore_seconds * moved / costs.tokens
+        + _recompute_seconds(call, by_kind, costs.tokens),
         kept_bytes=held["keep"],
         swapped_bytes=held["swap"],
         spilled_bytes=held["spill"],

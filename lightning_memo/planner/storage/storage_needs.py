@@ -52,8 +52,15 @@ def _step_seconds(costs: StorageCosts, budget: StorageBudget, calls: Sequence[Ca
     If all layer calls are equal, this is MEMO's time of a step (section 4.2).
     """
     parts = list(zip(costs.classes, calls, strict=True))
+
+    def moved(plan: CallPlan) -> float:
+        return plan.tokens(ALL, "swap", "spill") / costs.tokens
+
     compute = [
-        (call.forward_seconds, call.backward_seconds + recompute_seconds(call, plan, costs.tokens))
+        (
+            call.forward_seconds + moved(plan) * call.compress_seconds,
+            call.backward_seconds + recompute_seconds(call, plan, costs.tokens) + moved(plan) * call.restore_seconds,
+        )
         for call, plan in parts
     ]
     copies = [_copy_seconds(costs, budget, call, plan) for call, plan in parts]
@@ -92,5 +99,8 @@ def _copy_seconds(costs: StorageCosts, budget: StorageBudget, call: CallCosts, p
 
 def _bytes(call: CallCosts, plan: CallPlan, tokens: int, *places: Place) -> int:
     """Bytes that a layer call stores in some places; each kind and place is rounded up."""
-    sizes = zip(call.kinds, call.sizes, strict=True)
-    return sum(-(-size * plan.tokens(kind, place) // tokens) for kind, size in sizes for place in places)
+    return sum(
+        -(-size * plan.tokens(kind, place) // tokens)
+        for place in places
+        for kind, size in zip(call.kinds, call.sizes_in(place), strict=True)
+    )

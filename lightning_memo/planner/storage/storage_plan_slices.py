@@ -12,7 +12,7 @@ from itertools import pairwise
 from lightning_memo.artifacts.storage_plan import CallPlan, StoragePlan, StoredRange
 from lightning_memo.artifacts.swap_plan import StoredBytes
 from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT, Place
-from lightning_memo.planner.token_slices import Action, SavedBytes, TokenRange, aligned, share
+from lightning_memo.planner.token_slices import Action, SavedBytes, TokenRange, in_slot, share
 
 
 def stored_slices(plan: StoragePlan, call: int, tokens: int) -> tuple[TokenRange, ...]:
@@ -59,10 +59,10 @@ def stored_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[Toke
         place: The place: only what is swapped or spilled is in a slot.
     """
     return sum(
-        size if place == "keep" else aligned(size)
+        share(item, part.tokens, tokens) if place == "keep" else in_slot(item, part.tokens, tokens)
         for part in slices
         for item in saved
-        if part.place(item.kind) == place and (size := share(item, part.tokens, tokens))
+        if part.place(item.kind) == place
     )
 
 

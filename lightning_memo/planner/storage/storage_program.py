@@ -100,15 +100,23 @@ class _Class:
 
     def bytes(self, *places: Place) -> Terms:
         """Bytes that a layer call stores in some places."""
-        sizes = zip(self.costs.kinds, self.costs.sizes, strict=True)
-        return {self._stored[kind, place]: float(size) for kind, size in sizes for place in places}
+        return {
+            self._stored[kind, place]: float(size)
+            for place in places
+            for kind, size in zip(self.costs.kinds, self.costs.sizes_in(place), strict=True)
+        }
+
+    def moved(self, seconds: float) -> Terms:
+        """`seconds` times the share of the tokens all of whose tensors are moved."""
+        return {self._stored[ALL, place]: seconds for place in ("swap", "spill")} if seconds else {}
 
     def recompute(self) -> tuple[float, Terms]:
-        """Seconds of recomputation, as a constant and an expression."""
+        """Seconds to recompute and restore tensors in the backward, as a constant and an expression."""
         everything = self.costs.recompute_seconds
         saved = [self.stored(product.name, -product.seconds) for product in self.costs.products]
         again = {self.again: self.costs.attention_seconds}
-        return everything, add([*saved, self.stored(ALL, -everything), again])
+        restored = self.moved(self.costs.restore_seconds)
+        return everything, add([*saved, self.stored(ALL, -everything), again, restored])
 
     def shares(self, program: LinearProgram) -> Shares:
         return {key: min(max(program.values[column], 0.0), 1.0) for key, column in self._stored.items()}
@@ -182,7 +190,7 @@ class _Model:
         """Forward, backward and recomputation of a layer call; the constant part is added to that of the step."""
         everything, recompute = part.recompute()
         self._constant += part.costs.forward_seconds + part.costs.backward_seconds + everything
-        return recompute
+        return add([recompute, part.moved(part.costs.compress_seconds)])
 
     def _add_pair(self, copied: _Class, computed: _Class) -> Terms:
         """Seconds of forward and backward in which one call computes while another call's bytes are copied."""
@@ -194,6 +202,8 @@ class _Model:
         everything, recompute = computed.recompute()
         compute = computed.costs.backward_seconds + everything
         self._program.row(add([recompute, scale(backward, -1.0)]), most=-compute)
+        if compress := computed.moved(computed.costs.compress_seconds):
+            self._program.row(add([compress, scale(forward, -1.0)]), most=-computed.costs.forward_seconds)
         moved, spilled = copied.bytes("swap", "spill"), copied.bytes("spill")
         self._add_copy("offload bandwidth", moved, costs.offload_bytes_per_second, forward)
         self._add_copy("prefetch bandwidth", moved, costs.prefetch_bytes_per_second, backward)

@@ -25,7 +25,14 @@ def largest_loads(calls: Sequence[Sequence[CallCosts]]) -> list[CallCosts]:
     largest: dict[object, int] = {}
     for call in (call for of_process in calls for call in of_process):
         largest[alike(call)] = max(call.other_bytes, largest.get(alike(call), 0))
-    return [replace(call, other_bytes=largest[alike(call)]) for call in calls[0]]
+    return [_with_others(call, largest[alike(call)]) for call in calls[0]]
+
+
+def _with_others(call: CallCosts, other_bytes: int) -> CallCosts:
+    moved = call.swapped_other_bytes
+    if moved is not None:  # more rows of the same widths
+        moved = -(-moved * other_bytes // max(call.other_bytes, 1))
+    return replace(call, other_bytes=other_bytes, swapped_other_bytes=moved)
 
 
 def largest_saved(saved: Sequence[Sequence[Sequence[SavedBytes]]]) -> list[list[SavedBytes]]:

@@ -169,6 +169,8 @@ class ActivationPlanner(MetersSteps):
         earlier = self.plan
         first = earlier is None
         self._agree_on_layers(first)
+        if self._engine.layer_classes.why_whole:
+            profile.store_exactly()
         # Calls of a later stack may have been larger than this batch's; the size of a batch shows at its first call.
         profile.extend(self._engine.limits.largest)
         step = self._measured(profile, step_seconds, first)
@@ -176,7 +178,8 @@ class ActivationPlanner(MetersSteps):
             return  # the next batch is profiled
         plan = self._solve(step, first)
         kernels = self._engine.attention
-        swap = replace(plan.swap, attention=kernels.chosen or plan.swap.attention)
+        precision = self._engine.settings.swap_precision if plan.swap.mode == "memo" else "exact"
+        swap = replace(plan.swap, attention=kernels.chosen or plan.swap.attention, precision=precision)
         plan = replace(plan, swap=swap, attention_trials=kernels.trials)
         self._raising_together(lambda: self._engine.load(plan.swap, profile.batch * profile.tokens), everyone=first)
         self.plan = plan

@@ -38,7 +38,7 @@ def announce_plan(plan: Plan, config: MemoConfig, why_whole: str, why_on_device:
 
 
 def announce_whole_layers(plan: Plan, config: MemoConfig, why_whole: str) -> None:
-    """Warn that layers run as one slice, if slices were asked for or would have been another plan.
+    """Warn that layers run as one slice, if slices or compression were asked for or would have been another plan.
 
     Args:
         plan: The plan.
@@ -46,6 +46,11 @@ def announce_whole_layers(plan: Plan, config: MemoConfig, why_whole: str) -> Non
         why_whole: Why layers cannot be cut into slices; empty if they can.
     """
     swap = plan.swap
+    if why_whole and swap.precision != "exact":
+        rank_zero_warn(
+            f'lightning_memo: swap_precision="{swap.precision}" compresses nothing, because layers run as one slice: '
+            f"{why_whole}."
+        )
     as_given = config.alpha in (0.0, 1.0) and config.slice_tokens == "auto"  # layers run whole wherever they can
     if not why_whole or swap.mode == "plain" or as_given:
         return

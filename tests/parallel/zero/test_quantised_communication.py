@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_memo.artifacts.compressed_layout import BLOCK
 from lightning_memo.config import MemoConfig
 from lightning_memo.parallel.parallel_sizes import ParallelSizes
-from lightning_memo.parallel.zero.quantised_bytes import BLOCK, sent_bytes
+from lightning_memo.parallel.zero.quantised_bytes import sent_bytes
 from lightning_memo.parallel.zero.quantised_collectives import (
     Quantised,
     QuantisedAllGather,
