@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_memo.artifacts.compressed_layout import SwapPrecision
 from lightning_memo.artifacts.swap_plan import HostBacked, SwapPlan
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.bootstrap_plan import host_backed_bytes
@@ -120,6 +121,8 @@ class EngineUnderTest:
         device: Device of the model.
         spill_path: Folder for spilled layer calls.
         check_slices: Whether layers are compared with themselves in slices.
+        swap_precision: How activations are swapped.
+        check_restored: Whether tensors that come back are compared with those that left.
     """
 
     def __init__(
@@ -132,6 +135,8 @@ class EngineUnderTest:
         device: torch.device = DEVICE,
         spill_path: Path | None = None,
         check_slices: bool = True,
+        swap_precision: SwapPrecision = "exact",
+        check_restored: bool = False,
     ) -> None:
         self.model = on_device(model)
         self.slice_tokens, self.host_backed = slice_tokens, host_backed
@@ -147,6 +152,8 @@ class EngineUnderTest:
                 spill_path=spill_path,
                 test_mode=test_mode,
                 check_slices=check_slices,
+                swap_precision=swap_precision,
+                check_restored=check_restored,
             ),
         )
         self.profile: StepProfile | None = None
@@ -207,6 +214,7 @@ class EngineUnderTest:
         plan = SwapPlan(
             mode="memo", alpha=alpha, schedule=schedule, slice_tokens=slice_tokens,
             calls=len(profile.calls), slot_bytes=max(predicted), spilled_calls=spilled_calls,
+            precision=engine.settings.swap_precision,
         )  # fmt: skip
         engine.load(plan, profile.batch * profile.tokens)
         return predicted
@@ -219,7 +227,7 @@ class EngineUnderTest:
             mode="memo", alpha=alpha, schedule=engine.layer_classes.schedule, slice_tokens=self.slice_tokens,
             calls=len(profile.calls), slot_bytes=sizes.slot, host_backed=self.host_backed,
             streamed_host_bytes=sizes.host, gradient_host_bytes=sizes.gradients,
-            state_host_bytes=sizes.states, staging_bytes=sizes.staging,
+            state_host_bytes=sizes.states, staging_bytes=sizes.staging, precision=engine.settings.swap_precision,
         )  # fmt: skip
         self.engine.load(plan, profile.batch * slices[-1].stop)
         return tuple(sum(slice_slot_bytes(c.saved, profile.slice_tokens, slices)) for c in profile.in_order())

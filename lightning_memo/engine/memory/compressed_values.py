@@ -25,7 +25,7 @@ from lightning_memo.artifacts.compressed_layout import BLOCK
 from lightning_memo.parallel.value_blocks import blocks_of
 
 _BLOCKS_AT_ONCE: Final = 2**24 // BLOCK
-"""Blocks that are compressed in one pass, which needs memory for as many values."""
+"""Blocks that are compressed in one pass, for which a CPU needs memory for as many values in fp32."""
 
 _LARGEST: Final = 2.0**7  # of a block, without the bits behind its point
 _LEAST_SCALE: Final = 2.0**-126  # the smallest power of two that is a normal number of fp32
@@ -59,8 +59,7 @@ class CompressedValues:
                 place = slice(first, first + len(part))
                 scales = _scales_of(part)
                 self._scales[place] = scales
-                # Rounded once: the quotient by a power of two is exact in the values' own type.
-                self._codes[place].copy_(torch.div(part, scales, out=torch.empty_like(part)))
+                torch.div(part, scales, out=self._codes[place])  # in one pass
                 first += len(part)
 
     def read(self) -> Tensor:

@@ -91,12 +91,11 @@ def _kept(question: Question, parallel: Parallelism) -> LayerActivations:
 def _compression(question: Question, kept: LayerActivations, tokens: int, calls: int) -> dict[str, tuple[Any, ...]]:
     """Bytes and seconds of compression by field of `LayerCosts`; nothing if activations are swapped as they are.
 
-    Each tensor is read for the scales and for the values, which are written, read and rounded. It is written twice when
-    it is restored, and read once in between.
+    A tensor is read for the scales and for the values. It is written twice when it is restored, and read in between.
     """
     if question.swap_precision == "exact":
         return {}
-    compress, restore = 4 * kept.compressible + kept.compressed, 3 * kept.compressible + kept.compressed
+    compress, restore = 2 * kept.compressible + kept.compressed, 3 * kept.compressible + kept.compressed
     return {
         "swapped_other_bytes": (tokens * (kept.others - kept.compressible + kept.compressed),) * calls,
         "compress_seconds": (tokens * compress / memory_rate(question),) * calls,
