@@ -1,4 +1,4 @@
-"""Layers whose swapped activations are compressed: what stays exact, errors of gradients, bytes, and all ways to run."""
+"""Layers whose swapped activations are compressed: what stays exact, errors of gradients, bytes, ways to run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.devices import DEVICE
 from support.families import FAMILIES, PlainBlock, PlainModel, make_batch
 from support.harness import (
     DELAYS,
@@ -119,19 +120,22 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "keys on the host": ("llama_gqa", {"slice_tokens": 13, "host_backed": "attention"}),
     "states on the host": ("llama_gqa", {"slice_tokens": 13, "host_backed": "all"}),
     "slice by slice": ("llama_gqa", {"slice_tokens": 13, "host_backed": "all", "schedule": "slice"}),
-    "on a disk": ("llama_gqa", {"spilled_calls": 2}),
+    "disk": ("llama_gqa", {"spilled_calls": 2}),
 }
 
 
-@pytest.mark.parametrize("check_restored", [False, True], ids=["", "checked"])
+@slow_if(lambda way, check_restored: not check_restored and way not in ("slices", "disk"))
+@pytest.mark.parametrize("check_restored", [False, True], ids=["unchecked", "checked"])
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_run(way: str, check_restored: bool, tmp_path: Path) -> None:
     family, settings = WAYS[way]
     settings = settings | ({"spill_path": tmp_path} if "spilled_calls" in settings else {})
-    model, batch = model_of(family), make_batch(2, 48)
+    model, batch, rounding = model_of(family), make_batch(2, 48), 1e-6
+    if DEVICE.type == "cuda" and "host_backed" in settings:  # attention runs slice after slice in half precision only
+        model, rounding = model.to(torch.bfloat16), 2**-8
     plain = loss_and_gradients(model, batch)
     step, _ = planned_steps(model, batch, alpha=0.6, check_restored=check_restored, **settings)
-    torch.testing.assert_close(step.loss, plain.loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(step.loss, plain.loss, rtol=rounding, atol=0)
     assert 1e-4 < step.distance(plain) <= ONE_VALUE
 
 

@@ -92,6 +92,18 @@ def test_the_page_states_the_losses_of_quantised_communication() -> None:
         assert f"{loss:.3f}" + (f" ({100 * (loss / exact - 1):+.1f} %)" if name != "none" else "") in text
 
 
+def test_the_page_states_the_losses_of_compressed_activations() -> None:
+    runs = json.loads((ROOT / "benchmarks" / "results" / "compressed_activations.json").read_text())["runs"]
+    text = " ".join((DOCS / "long_sequences.md").read_text().split())
+    assert len(runs) == 4
+    exact = runs["exact"]["validation_loss"]
+    for name, run in runs.items():
+        loss = run["validation_loss"]
+        assert f"{loss:.3f}" + (f" ({100 * (loss / exact - 1):+.1f} %)" if name != "exact" else "") in text
+    first, other = (runs[name]["losses"][:30] for name in ("exact", "fp8"))
+    assert max(abs(a / b - 1) for a, b in zip(other, first, strict=True)) <= 1e-3
+
+
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
 def test_links_of_files_in_the_root_exist(name: str) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / name).read_text())
@@ -153,6 +165,7 @@ def test_every_picture_has_a_source_and_is_shown() -> None:
     there = {path.name for path in (DOCS / "images").iterdir()}
     assert {name for name in there if not name.startswith("performance-")} == made | {
         "alpha.svg",
+        "compressed_activations.png",  # by benchmarks/compressed_activations.py
         "memory_by_length.png",  # by benchmarks/memory_by_length.py
         "quantised_training.png",  # by benchmarks/quantised_training.py
         "schedule.png",  # by benchmarks/simulated_schedule.py

@@ -105,7 +105,7 @@ def _compression(question: Question, kept: LayerActivations, tokens: int, calls:
 
 def restored_bytes_per_token(question: Question, parallel: Parallelism) -> int:
     """Bytes per token of the tensors that are restored at once, in the layer with most of them."""
-    return max(_kept(run, parallel).restored for run in question.runs)
+    return max(_kept(run, parallel).restored for run in question.runs(parallel))
 
 
 def largest_slot(costs: LayerCosts, alpha: float) -> int:

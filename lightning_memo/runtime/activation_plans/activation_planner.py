@@ -149,10 +149,11 @@ class ActivationPlanner(MetersSteps):
         self._agree_on_layers(everyone=True)
         why = self._engine.layer_classes.why_whole
         cuts = swap.streamed or (not swap.whole_layers and 0.0 < swap.alpha < 1.0)
-        if why and cuts and swap.mode != "plain" and self._engine.profile is None:
+        compresses = self.plan.costs.swapped_other_bytes is not None
+        if why and (cuts or compresses) and swap.mode != "plain" and self._engine.profile is None:
             rank_zero_warn(
-                "lightning_memo: the plan is dropped, and the next batch is profiled: it cuts layers into slices, but "
-                f"{why}."
+                "lightning_memo: the plan is dropped, and the next batch is profiled: it "
+                f"{'cuts layers into slices' if cuts else 'compresses activations'}, but {why}."
             )
             self._dropped = True
             self._engine.unload()

@@ -147,7 +147,7 @@ def eight_blocks() -> nn.Module:
     return PlainModel([PlainBlock() for _ in range(8)])
 
 
-def test_a_disk_and_slices_on_the_host(tmp_path: Path) -> None:
+def test_a_disk(tmp_path: Path) -> None:
     exact = train(eight_blocks, alpha=1.0)
     settings = {"alpha": 1.0, "swap_precision": "fp8", "check_restored": True}
     slot_bytes = train(eight_blocks, max_steps=1, **settings).plan.swap.slot_bytes
@@ -155,6 +155,9 @@ def test_a_disk_and_slices_on_the_host(tmp_path: Path) -> None:
     spilled = train(eight_blocks, **settings, spill_path=tmp_path, host_memory=host_memory)
     assert spilled.plan.swap.spilled_calls == 4
     assert_near(spilled, exact)
+
+
+def test_slices_on_the_host() -> None:
     exact = train(alpha=1.0)
     sliced = train(alpha=1.0, swap_precision="fp8", slice_tokens=8, host_backed="all", check_restored=True)
     assert sliced.losses == pytest.approx(exact.losses, rel=NEAR)
