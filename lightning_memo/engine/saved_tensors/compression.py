@@ -2,8 +2,9 @@
 
 Note: [What stays exact]
 Compressed are floating-point activations that autograd saves for a slice that is swapped. Their errors enter gradients
-as factors: of products with the gradient of an output, or of the slope of an activation function. The exponential of a
-recurrence's decay, which is at most 1, is off by 1 / (17 e) at most, because the decays of a sum have one sign. Exact are
+as factors: of products with the gradient of an output, or of the slope of an activation function. The exponential of
+a recurrence's decay, which is at most 1, is off by 1 / (17 e) at most, because the decays of a sum have one sign.
+Exact are
 
 - inputs of layers, outputs of attention and of stored matrix products, and states of recurrences: recomputations start
   from them, and their results would differ from those of the forward;
