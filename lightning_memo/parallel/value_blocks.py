@@ -10,7 +10,7 @@ from torch.nn import functional
 from lightning_memo.artifacts.compressed_layout import BLOCK
 
 
-def blocks_of(t: Tensor) -> Iterator[Tensor]:
+def value_blocks(t: Tensor) -> Iterator[Tensor]:
     """Yield whole blocks, and the rest of the values with zeros behind them, each `[blocks, BLOCK]`.
 
     Args:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -63,14 +64,13 @@ def measured_layer_costs(
     forward, both = profile.seconds_of("forward"), profile.seconds_of("backward")
     attention = profile.bytes_of("out", "lse")
     # With attention, if the host had no room for its outputs.
-    compress, restore = _compression_seconds(profile, device)
     again, attending = profile.seconds_of("recompute"), profile.seconds_of("attention_again")
     recompute = tuple(a - b for a, b in zip(again, attending, strict=True))
     copied = max(a + b for a, b in zip(profile.bytes_of("input"), attention, strict=True))
     copied = min(copied, _LONGEST_COPY_BYTES)
     offload, prefetch = copy_bandwidth(device, copied, arena)
     write, read = (0.0, 0.0) if spill_path is None else disk_bandwidth(spill_path, device, copied)
-    return LayerCosts(
+    costs = LayerCosts(
         batch=profile.batch,
         tokens=profile.tokens,
         input_bytes=profile.bytes_of("input"),
@@ -85,25 +85,28 @@ def measured_layer_costs(
         fixed_device_bytes=fixed_device_bytes,
         transient_device_bytes=working_set.outside,
         # With the attention outputs, if the host had no room for them: a plan may drop them, too.
-        backward_device_bytes=max(working_set.layers - max(profile.slice_bytes_of(*_RECOMPUTED)), 0)
-        + profile.restored_bytes,
+        backward_device_bytes=max(working_set.layers - max(profile.slice_bytes_of(*_RECOMPUTED)), 0),
         spill_write_bytes_per_second=write,
         spill_read_bytes_per_second=read,
-        swapped_other_bytes=None if compress is None else profile.swapped_bytes_of(*_RECOMPUTED),
-        compress_seconds=compress,
-        restore_seconds=restore,
     )
+    return _with_compression(costs, profile, device)
 
 
-def _compression_seconds(
-    profile: StepProfile, device: torch.device
-) -> tuple[tuple[float, ...], tuple[float, ...]] | tuple[None, None]:
-    """Return the seconds to compress and to restore what each call swaps at most; `None` if nothing is compressed."""
-    sizes = profile.compressible_bytes
-    if not any(sizes):
-        return None, None
+def _with_compression(costs: LayerCosts, profile: StepProfile, device: torch.device) -> LayerCosts:
+    """Return the costs with those of compression, if tensors are swapped compressed."""
+    calls = profile.in_order()
+    if not any(call.compressible_bytes for call in calls):
+        return costs
     compress, restore = compression_speed(device)
-    return tuple(size / compress for size in sizes), tuple(size / restore for size in sizes)
+    sizes = [call.compressible_bytes * call.tokens // call.slice_tokens for call in calls]
+    return replace(
+        costs,
+        swapped_other_bytes=tuple(call.swapped_bytes_of(*_RECOMPUTED) for call in calls),
+        compress_seconds=tuple(size / compress for size in sizes),
+        restore_seconds=tuple(size / restore for size in sizes),
+        # What one operation reads is restored at once.
+        backward_device_bytes=costs.backward_device_bytes + profile.most_read_bytes,
+    )
 
 
 def measured_call_costs(profile: StepProfile, costs: LayerCosts) -> list[CallCosts]:

@@ -76,6 +76,10 @@ class CallProfile:
         """Bytes of the first slice's tensors that are compressed if they are swapped."""
         return sum(item.size_bytes for item in self.saved if item.swapped_bytes is not None)
 
+    def swapped_bytes_of(self, *kinds: str) -> int:
+        """Return the bytes of these kinds of tensors in slots, for all tokens."""
+        return sum(item.slot_bytes for item in self.saved if item.kind in kinds) * self.tokens // self.slice_tokens
+
 
 class StepProfile:
     """The profile of a step in which every layer is recomputed. The engine fills it while the step runs.
@@ -93,6 +97,7 @@ class StepProfile:
         slice_tokens: Number of tokens in the first slice.
         setup_seconds: Time within the step that was spent on probing layers and allocating memory.
         calls: The profile of each layer call, by its position.
+        most_read_bytes: Most bytes of recomputed tensors that one autograd Function has read.
     """
 
     def __init__(
@@ -101,7 +106,7 @@ class StepProfile:
         self.batch, self.tokens, self.slice_tokens = batch, tokens, slice_tokens
         self.with_products = with_products
         self.setup_seconds = 0.0
-        self._most_read_bytes = 0
+        self.most_read_bytes = 0
         self.calls: dict[int, CallProfile] = {}
         self._clock = Clock(device)
 
@@ -188,15 +193,6 @@ class StepProfile:
             per_token = is_per_token(t, layer, (call.slice_tokens, call.batch * call.slice_tokens))
             call.saved.append(SavedBytes(kind, t.nbytes, per_token, swapped_bytes))
 
-    def read_at_once(self, size_bytes: int) -> None:
-        """Note the bytes of recomputed tensors that one autograd Function has read."""
-        self._most_read_bytes = max(self._most_read_bytes, size_bytes)
-
-    @property
-    def restored_bytes(self) -> int:
-        """Most bytes of swapped tensors that are restored at once; 0 if none is compressed."""
-        return self._most_read_bytes if any(call.compressible_bytes for call in self.calls.values()) else 0
-
     def store_exactly(self) -> None:
         """Compress nothing: layers that run as one slice store all tensors as they are."""
         for call in self.calls.values():
@@ -220,18 +216,6 @@ class StepProfile:
         """Return the bytes of these kinds of tensors for all tokens of every call, in order of execution."""
         sizes = zip(self.slice_bytes_of(*kinds), self.in_order(), strict=True)
         return tuple(size * call.tokens // call.slice_tokens for size, call in sizes)
-
-    def swapped_bytes_of(self, *kinds: str) -> tuple[int, ...]:
-        """Return the bytes of these kinds of tensors in slots, otherwise like `bytes_of`."""
-        return tuple(
-            sum(s.slot_bytes for s in call.saved if s.kind in kinds) * call.tokens // call.slice_tokens
-            for call in self.in_order()
-        )
-
-    @property
-    def compressible_bytes(self) -> tuple[int, ...]:
-        """Bytes that are compressed if all tokens are swapped, of every call in order of execution."""
-        return tuple(call.compressible_bytes * call.tokens // call.slice_tokens for call in self.in_order())
 
     def slice_bytes_of(self, *kinds: str) -> tuple[int, ...]:
         """Return the bytes of these kinds of tensors for the first slice of every call, in order of execution."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_memo.artifacts.compressed_layout import BLOCK
-from lightning_memo.parallel.value_blocks import blocks_of
+from lightning_memo.parallel.value_blocks import value_blocks
 
 _BLOCKS_AT_ONCE: Final = 2**24 // BLOCK
 """Blocks that are compressed in one pass, for which a CPU needs memory for as many values in fp32."""
@@ -54,7 +54,7 @@ class CompressedValues:
     def write(self, t: Tensor) -> None:
         """Compress values, `[values]`."""
         first = 0
-        for rows in blocks_of(t):
+        for rows in value_blocks(t):
             for part in rows.split(_BLOCKS_AT_ONCE):
                 place = slice(first, first + len(part))
                 scales = _scales_of(part)

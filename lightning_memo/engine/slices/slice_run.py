@@ -267,7 +267,7 @@ class SliceRun:
         self.run.engine.recorder.end("slice", self.subject)
         profile = self.run.engine.profile
         if profile is not None and self._recomputed is not None:
-            profile.read_at_once(self._recomputed.most_taken_bytes)
+            profile.most_read_bytes = max(profile.most_read_bytes, self._recomputed.most_taken_bytes)
         self._recomputed = None
         self.attentions, self.choices, self.starts = [], [], []
         self.storage.end_backward()

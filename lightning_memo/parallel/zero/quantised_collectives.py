@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_memo.artifacts.compressed_layout import BLOCK
-from lightning_memo.parallel.value_blocks import blocks_of
+from lightning_memo.parallel.value_blocks import value_blocks
 from lightning_memo.parallel.zero.quantised_bytes import GRADIENT_BITS, SCALE_BYTES, WEIGHT_BITS, sent_bytes
 
 # Newer versions of PyTorch have another name for it, and warn of the old one.
@@ -58,7 +58,7 @@ class Quantised:
     def write(self, t: Tensor) -> None:
         """Write values, `[values]`."""
         first = 0
-        for part in blocks_of(t):
+        for part in value_blocks(t):
             rows = slice(first, first + len(part))
             scales = torch.linalg.vector_norm(part, math.inf, 1, keepdim=True, dtype=torch.float32)
             scales /= 2 ** (self._bits - 1) - 1
