@@ -28,6 +28,23 @@ _NEEDED_BY_KINDS: Final[dict[str, tuple[Any, ...]]] = {
     "schedule": ("auto", "layer", "nest"),
 }
 
+# The values of settings beside which a pipeline runs.
+_ALLOWED_IN_PIPELINES: Final[dict[str, tuple[Any, ...]]] = {
+    "data_parallel_size": ("auto", 1),
+    "context_parallel_size": (1,),
+    "tensor_parallel_size": (1,),
+    "expert_parallel_size": (1,),
+    "zero_stage": (0,),
+    "zero_communication": ("none",),
+    "offload_state": (False,),
+    "slice_tokens": ("auto",),
+    "host_backed": ("auto", "none"),
+    "storage": ("auto", "alpha"),
+    "schedule": ("auto", "layer", "nest"),
+    "spill_path": (None,),
+    "plan": (None,),
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoConfig:
@@ -42,6 +59,9 @@ class MemoConfig:
     context_parallel_size: int = 1
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    pipeline_layers: Sequence[int] | None = None
+    micro_batch_size: int = 1
     zero_stage: int = 0
     zero_shard_size: int | None = None
     zero_communication: str = "none"
@@ -128,6 +148,7 @@ class MemoConfig:
                     f"zero_shard_size={self.zero_shard_size} is for weights that are gathered again for the backward, "
                     f"and zero_stage={self.zero_stage} keeps them: set zero_stage=3, or zero_shard_size=None"
                 )
+        self._check_pipeline()
         _check_choice("zero_communication", self.zero_communication, ZERO_COMMUNICATION)
         if self.zero_communication != "none" and self.zero_stage == 0:
             raise ValueError(
@@ -146,6 +167,39 @@ class MemoConfig:
                 raise ValueError(
                     f"ulysses_size={self.ulysses_size} does not divide "
                     f"context_parallel_size={self.context_parallel_size}: give a divisor of it"
+                )
+
+    def _check_pipeline(self) -> None:
+        _check_count("pipeline_parallel_size", self.pipeline_parallel_size)
+        if type(self.micro_batch_size) is not int or self.micro_batch_size < 1:
+            raise ValueError(
+                f"micro_batch_size={self.micro_batch_size!r} is not a number of rows: give an integer of at least 1"
+            )
+        layers = self.pipeline_layers
+        counted = isinstance(layers, Sequence) and all(type(number) is int and number >= 1 for number in layers)
+        if layers is not None and (isinstance(layers, str) or not counted):
+            raise ValueError(
+                f"pipeline_layers={layers!r} is not a list of numbers of layers: give a number of at least 1 for each "
+                "stage, like [17, 15], or None"
+            )
+        stages = self.pipeline_parallel_size
+        if stages == 1:
+            for name, default in (("pipeline_layers", None), ("micro_batch_size", 1)):
+                if getattr(self, name) != default:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} is for a pipeline, and pipeline_parallel_size=1 is none: set "
+                        f"pipeline_parallel_size, or {name}={default}"
+                    )
+            return
+        if layers is not None and len(layers) != stages:
+            raise ValueError(
+                f"pipeline_layers={list(layers)} contradicts pipeline_parallel_size={stages}: give {stages} numbers"
+            )
+        for name, allowed in _ALLOWED_IN_PIPELINES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not supported with pipeline_parallel_size={stages}: set "
+                    f"{name}={allowed[0]!r}, or pipeline_parallel_size=1"
                 )
 
     def _check_host_backed(self) -> None:
@@ -190,6 +244,8 @@ class MemoConfig:
     @property
     def plans_kinds(self) -> bool:
         """Whether plans name a place for each kind of tensor, if there is one stack of layers that can be cut."""
+        if self.pipeline_parallel_size > 1:
+            return False
         return self.storage == "kinds" or (self.storage == "auto" and not self._contradicts_kinds())
 
     def _check_spill(self) -> None:
@@ -208,7 +264,7 @@ class MemoConfig:
     def one_stack(self) -> bool:
         """Whether only one stack of layers can be swapped: all layers then get the same tokens in the same slices."""
         sliced = self.slice_tokens != "auto" and self.host_backed != "none"
-        divided = self.context_parallel_size > 1 or self.tensor_parallel_size > 1
+        divided = max(self.context_parallel_size, self.tensor_parallel_size, self.pipeline_parallel_size) > 1
         return sliced or divided or self.storage == "kinds"
 
     @property

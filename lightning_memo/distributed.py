@@ -10,22 +10,29 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_memo.callbacks.early_gradients import refuse_early_gradients
 from lightning_memo.checkpointing import CheckpointingStrategy
-from lightning_memo.config import MemoConfig
+from lightning_memo.config import PRECISIONS, MemoConfig
 from lightning_memo.data.seed_workers import seed_workers
+from lightning_memo.engine import Engine
+from lightning_memo.engine.modules.layer_forward import replace_forward
 from lightning_memo.engine.recurrence.intercept_states import may_hand_states
 from lightning_memo.parallel.mesh_precision import MeshPrecision
 from lightning_memo.parallel.parallel_sizes import resolve_sizes
 from lightning_memo.parallel.processes import Processes
 from lightning_memo.parallel.zero.zero_sharding import accumulating
 from lightning_memo.runtime.model_checks import refuse_liger_shards
+from lightning_memo.runtime.stage_layers import StageLayers
+from lightning_memo.runtime.training_runtime import TrainingRuntime
 from lightning_memo.utils.find_layers import select_layers
 
 
@@ -42,6 +49,8 @@ class DistributedStrategy(CheckpointingStrategy):
     def __init__(self, config: MemoConfig, timeout: timedelta, process_group_backend: str | None) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
         self.config = config
+        # A name of its own, because with `_accelerator` set, Lightning's refusal of this strategy names devices only.
+        self._given_accelerator: Accelerator | None = None
         self._processes: Processes | None = None
         self._divided = contextlib.ExitStack()
 
@@ -53,6 +62,28 @@ class DistributedStrategy(CheckpointingStrategy):
             batch: Number of sequences.
             tokens: Number of tokens of each that this process holds between the blocks of a layer.
         """
+
+    @property
+    @override
+    def accelerator(self) -> Accelerator | None:
+        return self._given_accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator) -> None:
+        if self._given_accelerator is not None:
+            raise ValueError("a MemoStrategy is for one Trainer: make a new MemoStrategy for the next one")
+        self._given_accelerator = accelerator
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is not None and str(plugin.precision).startswith("16-"):
+            raise ValueError(f'precision="{plugin.precision}": give one of {", ".join(PRECISIONS)}')
+        self._precision_plugin = plugin
 
     @property
     @override
@@ -166,8 +197,35 @@ class DistributedStrategy(CheckpointingStrategy):
             forwards=[name for name in steps if is_overridden(name, self.lightning_module)],
         )
         processes.attach(model, layers, self._divided)
+        if processes.pipeline is not None:
+            if self.precision_plugin.mixed:
+                raise ValueError(
+                    'precision="bf16-mixed" is not supported with pipeline_parallel_size: give "bf16-true" or "32-true"'
+                )
+            self.precision_plugin.holders = processes.pipeline.holders
+            self._divided.callback(replace_forward(*processes.pipeline.run_of(model)))
         outside = self.config.context_parallel_size > 1 and self.config.host_backed in ("attention", "all")
         processes.prepare_batches(model, self._slice_bounds, outside, hands_states=may_hand_states(model))
+
+    def _train_pipeline(self, processes: Processes, engine: Engine, runtime: TrainingRuntime) -> None:
+        """Prepare the pipeline for training; does nothing if there is none.
+
+        Raises:
+            ValueError: The training loop uses gradients between the training step and the backward.
+        """
+        pipeline = processes.pipeline
+        if pipeline is None:
+            return
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        refuse_early_gradients(trainer)
+
+        def drops_gradients() -> bool:
+            """Whether Lightning calls `zero_grad` between this training step and its backward."""
+            return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+        layers = StageLayers(engine, pipeline.in_flight)
+        pipeline.train(layers, lambda: runtime.before_backward(None), drops_gradients)
 
     def _release_model(self) -> None:
         """Undo what `_divide_model` attached to the model."""

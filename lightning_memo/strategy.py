@@ -10,8 +10,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
@@ -21,7 +19,7 @@ from typing_extensions import override
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.callbacks.lightning_run import LightningRun
 from lightning_memo.callbacks.runtime_callback import RuntimeCallback
-from lightning_memo.config import PRECISIONS, MemoConfig
+from lightning_memo.config import MemoConfig
 from lightning_memo.distributed import DistributedStrategy
 from lightning_memo.engine import Engine, TestMode
 from lightning_memo.parallel.ranks import explain_lost_process
@@ -41,9 +39,9 @@ class MemoStrategy(DistributedStrategy):
     match those of plain training up to rounding. The LightningModule stays as it is; its model may be built in
     `__init__` or in `configure_model`.
 
-    With several processes (`Trainer(devices=8)`, torchrun, SLURM), their number is the product of the data, context
-    and tensor parallel sizes. The data loader gives whole batches. Each process keeps its part of the tokens, and the
-    loss that a Hugging Face model returns is weighted by the number of tokens in all of them.
+    With several processes (`Trainer(devices=8)`, torchrun, SLURM), their number is the product of the data, context,
+    tensor and pipeline parallel sizes. The data loader gives whole batches. Each process keeps its part of the tokens,
+    and the loss that a Hugging Face model returns is weighted by the number of tokens in all of them.
 
     Args:
         data_parallel_size: Number of groups of processes that get different data. "auto" is the number of processes
@@ -52,6 +50,10 @@ class MemoStrategy(DistributedStrategy):
         tensor_parallel_size: Number of processes that share the weights of each layer.
         expert_parallel_size: Number of data- and context-parallel processes that share the experts of each mixture
             layer. Tokens are sent to the processes that hold their experts, and back.
+        pipeline_parallel_size: Number of stages of a pipeline, each with some of the layers. The rows of a batch pass
+            through them in micro-batches.
+        pipeline_layers: Number of layers of each stage. `None` divides them by their weights, and those of the head.
+        micro_batch_size: Number of rows of a batch that a stage of a pipeline computes at once.
         zero_stage: ZeRO stage, by FSDP2: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
         zero_shard_size: With `zero_stage=3`, number of neighbouring processes, such as those of a node, over which
             weights are sharded between forward and backward. `None` is all: that takes least memory.
@@ -132,6 +134,9 @@ class MemoStrategy(DistributedStrategy):
         context_parallel_size: int = 1,
         tensor_parallel_size: int = 1,
         expert_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        pipeline_layers: Sequence[int] | None = None,
+        micro_batch_size: int = 1,
         zero_stage: int = 0,
         zero_shard_size: int | None = None,
         zero_communication: str = "none",
@@ -165,8 +170,6 @@ class MemoStrategy(DistributedStrategy):
         config = MemoConfig.of(locals())
         check_machine(config)
         super().__init__(config, timeout, process_group_backend)
-        # A name of its own, because with `_accelerator` set, Lightning's refusal of this strategy names devices only.
-        self._given_accelerator: Accelerator | None = None
         self.engine: Engine | None = None
         self._test_mode = test_mode
         self._runtime: TrainingRuntime | None = None
@@ -234,30 +237,6 @@ class MemoStrategy(DistributedStrategy):
         )  # fmt: skip
         return found.tokens
 
-    # ---- what the trainer gives
-
-    @property
-    @override
-    def accelerator(self) -> Accelerator | None:
-        return self._given_accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Accelerator) -> None:
-        if self._given_accelerator is not None:
-            raise ValueError("a MemoStrategy is for one Trainer: make a new MemoStrategy for the next one")
-        self._given_accelerator = accelerator
-
-    @property
-    @override
-    def precision_plugin(self) -> Precision:
-        return super().precision_plugin
-
-    @precision_plugin.setter
-    def precision_plugin(self, plugin: Precision | None) -> None:
-        if plugin is not None and str(plugin.precision).startswith("16-"):
-            raise ValueError(f'precision="{plugin.precision}": give one of {", ".join(PRECISIONS)}')
-        self._precision_plugin = plugin
-
     # ---- the life of the engine
 
     @override
@@ -281,9 +260,11 @@ class MemoStrategy(DistributedStrategy):
     def _start_runtime(self, trainer: pl.Trainer, model: nn.Module, engine: Engine) -> None:
         run = LightningRun(trainer)
         self._runtime = TrainingRuntime(engine, model, self.config, self._processes, run)
-        if self._processes is None and run.automatic_optimization:
+        if self._processes is not None:
+            self._train_pipeline(self._processes, engine, self._runtime)
+        elif run.automatic_optimization:
             engine.before_layer = functools.partial(self._end_on_sigterm, trainer, self._runtime)
-        self._callback = RuntimeCallback(self._runtime)
+        self._callback = RuntimeCallback(self._runtime, keeps_plan=self.config.pipeline_parallel_size == 1)
         trainer.callbacks.insert(0, self._callback)
 
     @staticmethod

@@ -4,8 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 from lightning_memo.artifacts.json_documents import check_range, items
+
+_RESIDENT_CALLS: Final = 2
+
+
+def resident_calls(calls: int, in_flight: int | None) -> int:
+    """Number of last layer calls whose activations never leave the device.
+
+    Usually two: their backward comes first (MEMO, section 4.1). With several micro-batches in flight, the backward of
+    another one comes between, and takes their rounding buffers.
+
+    Args:
+        calls: Number of layer calls that are alive at once.
+        in_flight: Number of micro-batches that they belong to; None without a pipeline.
+    """
+    return min(_RESIDENT_CALLS, calls) if in_flight in (None, 1) else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,8 +89,12 @@ class LayerCosts:
     restore_seconds: tuple[float, ...] | None = None
     """Seconds to restore S_others of all tokens in the backward; None if nothing is compressed."""
 
+    in_flight: int | None = None
+    """On a stage of a pipeline, number of micro-batches whose layer calls these are: forwards of later ones run before
+    the backward of the first one. `outside_seconds` is 0 then. None without a pipeline."""
+
     def __post_init__(self) -> None:
-        check_range(self, {"batch": 1, "tokens": 1})
+        check_range(self, {"batch": 1, "tokens": 1, "in_flight": 1})
         lengths = {name: len(value) for name, value in items(self) if isinstance(value, tuple)}
         if len(set(lengths.values())) != 1 or not self.input_bytes:
             listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
@@ -87,6 +107,11 @@ class LayerCosts:
     def calls(self) -> int:
         """Number of layer calls in a step."""
         return len(self.input_bytes)
+
+    @property
+    def swapped_calls(self) -> int:
+        """Number of layer calls whose activations leave the device."""
+        return self.calls - resident_calls(self.calls, self.in_flight)
 
     @property
     def skeletal_bytes(self) -> int:

@@ -8,6 +8,7 @@ from typing import Final, Literal
 
 from lightning_memo.artifacts.compressed_layout import SwapPrecision
 from lightning_memo.artifacts.json_documents import check_range
+from lightning_memo.artifacts.layer_costs import resident_calls
 from lightning_memo.artifacts.spill_layout import SpillLayout, whole_blocks
 from lightning_memo.artifacts.storage_plan import StoragePlan
 
@@ -90,6 +91,9 @@ class SwapPlan:
     spilled_calls: int = 0
     """Number of swapped layer calls whose activations go to a file on a disk instead of the host."""
 
+    in_flight: int | None = None
+    """On a stage of a pipeline, number of micro-batches that the layer calls belong to; None without a pipeline."""
+
     attention: Attention = "sdpa"
     """Attention kernel of the layers if the mode is "memo"."""
 
@@ -97,7 +101,7 @@ class SwapPlan:
     """How activations are swapped. With "fp8", sizes of slots are those of compressed tensors."""
 
     def __post_init__(self) -> None:
-        check_range(self, {"calls": 1, "slice_tokens": 1})
+        check_range(self, {"calls": 1, "slice_tokens": 1, "in_flight": 1})
         if self.alpha > 1.0:
             raise ValueError(f"alpha={self.alpha!r} must be from 0.0 to 1.0")
         if self.calls > MOST_CALLS:  # sizes are sums over the calls
@@ -132,10 +136,13 @@ class SwapPlan:
 
     @property
     def swapped_calls(self) -> int:
-        """Number of layer calls whose activations leave the device: all if streamed, else all but the last two."""
+        """Number of layer calls whose activations leave the device.
+
+        All do if streamed, or if several micro-batches are in flight; otherwise all but the last two.
+        """
         if self.mode == "plain":
             return 0
-        return self.calls if self.streamed else max(self.calls - 2, 0)
+        return self.calls if self.streamed else self.calls - resident_calls(self.calls, self.in_flight)
 
     @property
     def host_bytes(self) -> int:

@@ -21,10 +21,11 @@ class RuntimeCallback(Callback):
 
     Args:
         runtime: The runtime of the fit.
+        keeps_plan: Whether checkpoints contain the plan. Stages of a pipeline have different ones.
     """
 
-    def __init__(self, runtime: TrainingRuntime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: TrainingRuntime, keeps_plan: bool = True) -> None:
+        self._runtime, self._keeps_plan = runtime, keeps_plan
         self._resumed_plan: str | None = None
 
     @override
@@ -32,14 +33,14 @@ class RuntimeCallback(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         # A resumed run computes the same numbers only with the same plan: another alpha rounds differently.
-        if self._runtime.plan is not None:
+        if self._keeps_plan and self._runtime.plan is not None:
             checkpoint[_CHECKPOINT_KEY] = self._runtime.plan.to_json()
 
     @override
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        self._resumed_plan = checkpoint.get(_CHECKPOINT_KEY)
+        self._resumed_plan = checkpoint.get(_CHECKPOINT_KEY) if self._keeps_plan else None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -26,7 +26,7 @@ from lightning_memo.engine.layers.call_meter import CallPosition
 from lightning_memo.engine.layers.call_storage import StoragePolicy
 from lightning_memo.engine.layers.check_token_layout import check_bounds, divided_by_slices
 from lightning_memo.engine.layers.layer_run import run_of_call
-from lightning_memo.engine.layers.pending_calls import PendingCalls
+from lightning_memo.engine.layers.pending_calls import MicroBatches, PendingCalls
 from lightning_memo.engine.layers.plan_limits import PlanLimits
 from lightning_memo.engine.layers.planned_slices import planned_slices
 from lightning_memo.engine.layers.step_profile import StepProfile
@@ -54,8 +54,6 @@ from lightning_memo.engine.slot_allocation import allocate_slots, open_reader, w
 from lightning_memo.planner.token_slices import SavedBytes, TokenRange
 
 _LAYER_CLASSES = 4
-# The last two layer calls never leave the device: their backward comes first (MEMO section 4.1).
-RESIDENT_CALLS = 2
 
 
 class Engine:
@@ -77,6 +75,7 @@ class Engine:
         swap: The plan; `None` before the first step.
         memory: The memory of the plan; `None` if the plan swaps nothing.
         layer_classes: The traits of the layers.
+        micro_batches: The micro-batches whose calls are alive at once.
         comparison: Compares layers in slices with whole layers while training.
         profiled_tokens: Tokens of each sequence of the last step whose profile began.
         on_mark: Callback for events of layer calls: receives the call number and a name such as "forward_begin".
@@ -113,6 +112,7 @@ class Engine:
         self.limits = PlanLimits(self.settings)
         self.calls = PendingCalls()
         self.offload_groups = OffloadGroups()
+        self.micro_batches = MicroBatches(self.calls, self.offload_groups)
         self.sequence: SequenceRun | None = None
         self.parked: list[SavedBytes] = []  # arguments of the first slice that wait on the host
         self.resting: list[str] = []
@@ -287,7 +287,7 @@ class Engine:
             self.limits.exceed()  # slots and rounding buffers were planned for slices
         self.mark(key, "forward_begin", Subject(key))
         check_bounds(call.layout, slices)
-        leaves = swap.streamed or key < swap.calls - RESIDENT_CALLS
+        leaves = swap.streamed or key < swap.swapped_calls
         on_host, compresses = swap.host_backed == "all", swap.precision == "fp8" and not traits.why_whole
         policy = StoragePolicy(self.memory, leaves, swap.streamed, swap.slot_size(key), on_host, compresses)
         run = run_of_call(self, call, x, CallPosition(key, key), slices, policy, traits)

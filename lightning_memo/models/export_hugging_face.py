@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_memo.data.tokenizer import has_tokenizer
 from lightning_memo.parallel.checkpoints import atomic_replace
+from lightning_memo.parallel.pipeline.gather_stages import gather_stages, is_stage
 from lightning_memo.parallel.run_on_ranks import is_first_rank
 from lightning_memo.utils.class_names import class_name
 
@@ -27,6 +28,8 @@ def gather_state(model: nn.Module) -> dict[str, Any] | None:
     Returns:
         Full tensors by name on rank 0 or in the only process; None on other ranks.
     """
+    if is_stage(model):
+        return gather_stages(model)
     # `full_state_dict` with `cpu_offload` gathers a tensor, copies it to the host memory of rank 0 and frees it.
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     return state if is_first_rank() else None
@@ -56,7 +59,7 @@ def export_huggingface(
         raise ValueError(f"{class_name(model)} is no Hugging Face model: give the one that is in it")
     if merge:
         model, state_dict = _merged(model, state_dict), None
-    if state_dict is None and _is_sharded(model):
+    if state_dict is None and (_is_sharded(model) or is_stage(model)):
         raise ValueError("the model is sharded: give the state_dict that gather_state returns")
     unfinished = atomic_replace.begin(target)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -21,39 +21,51 @@ def resolve_partial(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = gradient.redistribute(placements=summed)
 
 
-def total_norm(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
+def total_norm(
+    parameters: Iterable[nn.Parameter], device: torch.device, holders: Callable[[nn.Parameter], int] | None = None
+) -> Tensor:
     """Returns the 2-norm of all gradients, the same fp32 scalar on every rank. Uses one all-reduce.
 
     Args:
-        parameters: Parameters in the same order on every rank: plain tensors, or DTensors on any mesh.
+        parameters: Parameters of this rank: plain tensors, or DTensors on any mesh.
         device: Device on which collectives run.
+        holders: Returns the number of ranks that hold a parameter or a part of it; `None` if all do.
     """
     processes = dist.get_world_size() if dist.is_initialized() else 1
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    trained = [p for p in parameters if p.grad is not None]
+    gradients = [p.grad for p in trained]
     total = torch.zeros((), dtype=torch.float64, device=device)
     if gradients:
         norms = torch.stack([torch.linalg.vector_norm(local_part(g), dtype=torch.float32) for g in gradients])
-        # `processes / shards` ranks hold a copy of each shard.
-        shares = torch.tensor([_shards(g) / processes for g in gradients], dtype=torch.float64, device=device)
+        # `holders / shards` ranks hold a copy of each shard.
+        counts = [processes if holders is None else holders(p) for p in trained]
+        parts = [_shards(g) / count for g, count in zip(gradients, counts, strict=True)]
+        shares = torch.tensor(parts, dtype=torch.float64, device=device)
         total = norms.to(device).double().square() @ shares
     if processes > 1:
         dist.all_reduce(total)
     return total.sqrt().float()
 
 
-def clip_by_norm(parameters: Iterable[nn.Parameter], largest: float, device: torch.device) -> Tensor:
+def clip_by_norm(
+    parameters: Iterable[nn.Parameter],
+    largest: float,
+    device: torch.device,
+    holders: Callable[[nn.Parameter], int] | None = None,
+) -> Tensor:
     """Scale all gradients in place so that their norm is at most `largest`.
 
     Args:
         parameters: Parameters as for :func:`total_norm`.
         largest: Largest allowed norm.
         device: Device on which collectives run.
+        holders: As for :func:`total_norm`.
 
     Returns:
         The norm before scaling, an fp32 scalar.
     """
     parameters = [p for p in parameters if p.grad is not None]
-    norm = total_norm(parameters, device)
+    norm = total_norm(parameters, device, holders)
     factor = (largest / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         gradient = local_part(parameter.grad)

@@ -1,4 +1,7 @@
-"""The device mesh `(data_parallel, context_parallel, tensor_parallel)` and its process groups."""
+"""The device mesh `(data_parallel, context_parallel, tensor_parallel)` and its process groups.
+
+With a pipeline, `pipeline_parallel` is its first dimension.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from lightning_memo.parallel.context.state_exchange import StateExchange
 from lightning_memo.parallel.parallel_sizes import ParallelSizes
 
 DATA, CONTEXT, TENSOR = "data_parallel", "context_parallel", "tensor_parallel"
-EXPERT = "expert_parallel"
+EXPERT, PIPELINE = "expert_parallel", "pipeline_parallel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +41,13 @@ class ExpertMeshes:
 def build_mesh(sizes: ParallelSizes, device: torch.device) -> DeviceMesh:
     """Returns the device mesh.
 
-    Tensor-parallel ranks are neighbours, because links between neighbouring ranks are the fastest.
+    Tensor-parallel ranks are neighbours, because links between neighbouring ranks are the fastest. Stages of a
+    pipeline, which send each other least, are farthest apart.
     """
-    shape = (sizes.data, sizes.context, sizes.tensor)
-    return _mesh(dist.group.WORLD, device.type, shape, (DATA, CONTEXT, TENSOR))
+    shape, names = (sizes.data, sizes.context, sizes.tensor), (DATA, CONTEXT, TENSOR)
+    if sizes.pipeline > 1:
+        shape, names = (sizes.pipeline, *shape), (PIPELINE, *names)
+    return _mesh(dist.group.WORLD, device.type, shape, names)
 
 
 @functools.cache
@@ -73,6 +79,47 @@ def expert_meshes(mesh: DeviceMesh, experts: int) -> ExpertMeshes:
     return ExpertMeshes(homes["expert_homes"], homes["expert_replicas"], split[EXPERT], mesh[TENSOR])
 
 
+def stage_group(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the ranks of this rank's pipeline stage, as a mesh with one dimension."""
+    return mesh[DATA, CONTEXT, TENSOR]._flatten("stage")
+
+
+def pipeline_groups(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Returns two groups of the ranks that are the stages of this rank's pipeline, in order."""
+    return _pipeline_groups(dist.group.WORLD, mesh)
+
+
+@functools.cache
+def _pipeline_groups(world: dist.ProcessGroup, mesh: DeviceMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    everyones = mesh.mesh.movedim(0, -1).flatten(0, -2).tolist()
+    onward, _ = dist.new_subgroups_by_enumeration(everyones)
+    back, _ = dist.new_subgroups_by_enumeration(everyones)
+    return onward, back
+
+
+def ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """Returns the ranks of the first and the last stage of this rank's pipeline; `None` between them."""
+    return _ends_group(dist.group.WORLD, mesh)
+
+
+@functools.cache
+def _ends_group(world: dist.ProcessGroup, mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    pipelines = mesh.mesh.movedim(0, -1).flatten(0, -2).tolist()
+    ends, _ = dist.new_subgroups_by_enumeration([[ranks[0], ranks[-1]] for ranks in pipelines])
+    return ends
+
+
+def readers_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Returns the ranks that read the same batches: those that compute the same sequences, on all stages."""
+    return _readers_group(dist.group.WORLD, mesh)
+
+
+@functools.cache
+def _readers_group(world: dist.ProcessGroup, mesh: DeviceMesh) -> dist.ProcessGroup:
+    group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.movedim(-3, 0).flatten(1).tolist())
+    return group
+
+
 def sequence_group(mesh: DeviceMesh) -> DeviceMesh:
     """Returns the ranks that compute the same sequences, as a mesh with one dimension."""
     return mesh[CONTEXT, TENSOR]._flatten("sequence")
@@ -87,12 +134,15 @@ def context_groups(mesh: DeviceMesh, ulysses: int, hands_states: bool) -> Contex
             at once than a ring.
         hands_states: Whether layers hand states from token to token.
     """
-    data, context, tensor = mesh.shape
+    *stages, data, context, tensor = mesh.shape
     if context == 1:
         return None
     ring = context // ulysses
-    names = (DATA, "ring", "ulysses", TENSOR)
-    split = _mesh(dist.group.WORLD, mesh.device_type, (data, ring, ulysses, tensor), names)
+    shape, names = (
+        (*stages, data, ring, ulysses, tensor),
+        (*(PIPELINE for _ in stages), DATA, "ring", "ulysses", TENSOR),
+    )
+    split = _mesh(dist.group.WORLD, mesh.device_type, shape, names)
     return ContextGroups(
         ring=split["ring"].get_group() if ring > 1 else None,
         ulysses=split["ulysses"].get_group() if ulysses > 1 else None,
@@ -106,7 +156,7 @@ def _state_groups(world: dist.ProcessGroup, mesh: DeviceMesh) -> tuple[dist.Proc
 
     PyTorch gives dimensions of a mesh with the same ranks one group.
     """
-    everyones = mesh.mesh.movedim(1, -1).flatten(0, -2).tolist()
+    everyones = mesh.mesh.movedim(-2, -1).flatten(0, -2).tolist()
     onward, _ = dist.new_subgroups_by_enumeration(everyones)
     around, _ = dist.new_subgroups_by_enumeration(everyones)
     return onward, around

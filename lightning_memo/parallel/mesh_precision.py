@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,6 +24,9 @@ class MeshPrecision(Precision):
     Args:
         inner: Plugin for the user's precision, to which everything else is delegated.
         device: Device on which collectives run.
+
+    Attributes:
+        holders: Returns the number of ranks that hold a parameter or a part of it; `None` if all do.
     """
 
     def __init__(self, inner: Precision, device: torch.device) -> None:
@@ -32,6 +35,7 @@ class MeshPrecision(Precision):
         # Autocast would cast again what FSDP2 has already cast.
         self._inner = Precision() if isinstance(inner, MixedPrecision) else inner
         self._device = device
+        self.holders: Callable[[nn.Parameter], int] | None = None
 
     @property
     def mixed(self) -> bool:
@@ -65,7 +69,7 @@ class MeshPrecision(Precision):
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        clip_by_norm(self._trained(optimizer), float(clip_val), self._device)
+        clip_by_norm(self._trained(optimizer), float(clip_val), self._device, self.holders)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:

@@ -17,6 +17,7 @@ class ParallelSizes:
         tensor: Tensor-parallel size: number of ranks that divide the weights of a layer.
         shards: Number of ranks that divide the tokens between the blocks of a layer: `tensor` with sequence
             parallelism, otherwise 1.
+        pipeline: Pipeline-parallel size: number of stages, each with some of the layers.
         expert: Expert-parallel size: number of `data` x `context` ranks that divide the experts of a layer.
     """
 
@@ -25,9 +26,15 @@ class ParallelSizes:
     tensor: int = 1
     shards: int = 1
     expert: int = 1
+    pipeline: int = 1
 
     @property
     def processes(self) -> int:
+        return self.pipeline * self.stage_processes
+
+    @property
+    def stage_processes(self) -> int:
+        """Number of ranks of a pipeline stage; all of them without a pipeline."""
         return self.data * self.context * self.tensor
 
     @property
@@ -39,9 +46,10 @@ class ParallelSizes:
         """Returns a short label, like "dp2-cp2-tp1-zero3"."""
         sequence = "sp" if self.shards > 1 else ""
         expert = f"-ep{self.expert}" if self.expert > 1 else ""
+        stages = f"pp{self.pipeline}-" if self.pipeline > 1 else ""
         near = f"-shard{zero_shard_size}" if zero_shard_size is not None else ""
         sent = f"-{zero_communication}" if zero_communication != "none" else ""
-        return f"dp{self.data}-cp{self.context}-tp{self.tensor}{sequence}{expert}-zero{zero_stage}{near}{sent}"
+        return f"{stages}dp{self.data}-cp{self.context}-tp{self.tensor}{sequence}{expert}-zero{zero_stage}{near}{sent}"
 
 
 def resolve_sizes(config: MemoConfig, processes: int) -> ParallelSizes:
@@ -54,21 +62,29 @@ def resolve_sizes(config: MemoConfig, processes: int) -> ParallelSizes:
     Raises:
         ValueError: The product of the sizes is not the number of processes, or the expert-parallel size does not fit.
     """
-    context, tensor = config.context_parallel_size, config.tensor_parallel_size
-    if config.data_parallel_size == "auto" and processes % (context * tensor) == 0:
-        data = processes // (context * tensor)
+    context, tensor, pipeline = config.context_parallel_size, config.tensor_parallel_size, config.pipeline_parallel_size
+    others = context * tensor * pipeline
+    named = f"context_parallel_size={context} x tensor_parallel_size={tensor}"
+    if pipeline > 1:
+        named += f" x pipeline_parallel_size={pipeline}"
+    if config.data_parallel_size == "auto" and processes % others == 0:
+        data = processes // others
     elif config.data_parallel_size == "auto":
         raise ValueError(
-            f"context_parallel_size={context} x tensor_parallel_size={tensor} = {context * tensor} does not divide the "
-            f"{processes} processes: start a multiple of {context * tensor} (Trainer devices x num_nodes), or lower one"
+            f"{named} = {others} does not divide the {processes} processes: start a multiple of {others} (Trainer "
+            "devices x num_nodes), or lower one"
         )
     else:
         data = int(config.data_parallel_size)
-    if data * context * tensor != processes:
+    if data * others != processes:
         raise ValueError(
-            f"data_parallel_size={data} x context_parallel_size={context} x tensor_parallel_size={tensor} = "
-            f"{data * context * tensor}, but there are {processes} processes: start as many (Trainer devices x "
-            'num_nodes), or leave data_parallel_size="auto"'
+            f"data_parallel_size={data} x {named} = {data * others}, but there are {processes} processes: start as "
+            'many (Trainer devices x num_nodes), or leave data_parallel_size="auto"'
+        )
+    if pipeline > 1 and data > 1:
+        raise ValueError(
+            f"pipeline_parallel_size={pipeline} runs one pipeline, and {processes} processes are {data} of them: start "
+            f"{pipeline} processes (Trainer devices x num_nodes), or set pipeline_parallel_size=1"
         )
     _check_expert_size(config.expert_parallel_size, data, context)
     if config.zero_shard_size is not None and (data * context) % config.zero_shard_size:
@@ -82,6 +98,7 @@ def resolve_sizes(config: MemoConfig, processes: int) -> ParallelSizes:
         tensor=tensor,
         shards=tensor if config.sequence_parallel else 1,
         expert=config.expert_parallel_size,
+        pipeline=pipeline,
     )
 
 

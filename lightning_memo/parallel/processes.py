@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils.data import DataLoader
 
@@ -38,11 +37,17 @@ from lightning_memo.parallel.device_mesh import (
     build_mesh,
     context_groups,
     expert_meshes,
+    readers_group,
     replicas,
     sequence_group,
+    stage_group,
 )
+from lightning_memo.parallel.module_division import share_weights, was_divided
 from lightning_memo.parallel.parallel_sizes import resolve_sizes, ulysses_size
+from lightning_memo.parallel.pipeline.gather_stages import is_stage
+from lightning_memo.parallel.pipeline.pipeline import Pipeline
 from lightning_memo.parallel.ranks import Ranks, processes_on_this_node
+from lightning_memo.parallel.run_on_ranks import gather
 from lightning_memo.parallel.tensor.divide_experts import check_experts, divide_experts, find_experts
 from lightning_memo.parallel.tensor.shard_weights import check_divisible, shard_tensors
 from lightning_memo.parallel.zero.zero_sharding import ZeroSettings, forget_unfinished, shard_state
@@ -50,8 +55,6 @@ from lightning_memo.utils.find_layers import find_hugging_face, find_text_model
 
 # Batches are compared often at first and then from time to time, because most mistakes in the data show at once.
 _FIRST_CHECKS, _CHECK_EVERY = 16, 64
-# Attribute of a module that describes how it is divided.
-_DIVISION = "_lightning_memo_division"
 
 
 class Processes:
@@ -63,7 +66,9 @@ class Processes:
 
     Attributes:
         sizes: Data, context, tensor and expert parallel sizes.
-        mesh: Device mesh `(data_parallel, context_parallel, tensor_parallel)`.
+        mesh: Device mesh `(data_parallel, context_parallel, tensor_parallel)`, behind `pipeline_parallel` if there is a
+            pipeline.
+        pipeline: The pipeline; `None` if all processes have all layers.
         ranks: Ranks that must use the same plan.
         data_rank: Data-parallel rank of this process, below `sizes.data`.
         context_groups: Process groups of context-parallel attention; `None` without context parallelism and before
@@ -80,6 +85,8 @@ class Processes:
         self.mesh = build_mesh(self.sizes, device)
         self._replicas, self._sequence = replicas(self.mesh), sequence_group(self.mesh)
         self._experts = expert_meshes(self.mesh, self.sizes.expert) if self.sizes.expert > 1 else None
+        staged = self.sizes.pipeline > 1
+        self.pipeline = Pipeline(config, self.sizes, self.mesh, device) if staged else None
         in_step = self._sequence
         if self._experts is not None and self.sizes.expert > self.sizes.context:
             in_step = self._experts.homes
@@ -87,9 +94,12 @@ class Processes:
         self.ranks = Ranks(
             parallel=self.sizes.describe(config.zero_stage, config.zero_communication, config.zero_shard_size),
             on_this_node=processes_on_this_node(),
+            alike=stage_group(self.mesh).get_group() if staged else None,
             in_step=in_step.get_group() if in_step.size() > 1 else None,
             world=dist.get_world_size() > 1,
         )
+        shared = self._sequence.get_group() if self._sequence.size() > 1 else None
+        self._readers = readers_group(self.mesh) if staged else shared  # which get the same batches
         self.context_groups: ContextGroups | None = None
         self._sharder = BatchSharder()
         self.current_layout = CurrentLayout()
@@ -117,14 +127,15 @@ class Processes:
         """
         forget_unfinished(module)
         self._share_random_state()
-        if self._is_divided(module, mixed):
-            return
         config = self._config
+        if was_divided(module, self._division(mixed), is_stage(module)):
+            return
         if self.sizes.tensor > 1:  # refused before anything is sent
             check_divisible(module, self.sizes.tensor, config.tensor_parallel_plan)
         if self._experts is not None:
             check_experts(module, self.sizes.expert, self.sizes.tensor)
-        self._share_weights(module)
+        if self.ranks.world:
+            share_weights(module, self._device)
         if self.sizes.tensor > 1:
             shard_tensors(
                 module,
@@ -136,6 +147,8 @@ class Processes:
             )
         elif self._experts is not None:
             divide_experts(find_experts(module).values(), self._experts)
+        if self.pipeline is not None:
+            self.pipeline.divide(module)
         if self.sizes.replicas > 1 or mixed or config.zero_stage > 0 or config.offload_state:
             shard_state(
                 module,
@@ -148,38 +161,15 @@ class Processes:
                 self._experts,
             )
 
-    def _is_divided(self, module: nn.Module, mixed: bool) -> bool:
-        """Whether an earlier fit divided the module, whose attribute `_DIVISION` says how.
-
-        Raises:
-            ValueError: It was divided in another way.
-        """
+    def _division(self, mixed: bool) -> str:
+        """Describe how a module is divided."""
         offload = "offload" if self._config.offload_state else ""
-        division = " ".join(filter(None, (self.ranks.parallel, "bf16-mixed" if mixed else "", offload)))
-        if not any(isinstance(p, DTensor) for p in module.parameters()):
-            setattr(module, _DIVISION, division)
-            return False
-        before = getattr(module, _DIVISION, division)
-        if before != division:
-            raise ValueError(
-                f"an earlier strategy divided this module as {before}, and it cannot be divided as {division}: save a "
-                "checkpoint, and load it into a new module"
-            )
-        return True
-
-    def _share_weights(self, module: nn.Module) -> None:
-        """Broadcast the weights of rank 0."""
-        if not self.ranks.world:
-            return
-        for t in [*module.parameters(), *module.buffers()]:
-            there = t.data.to(self._device).contiguous()
-            dist.broadcast(there, src=0)
-            t.data.copy_(there)
+        return " ".join(filter(None, (self.ranks.parallel, "bf16-mixed" if mixed else "", offload)))
 
     def _share_random_state(self) -> None:
         """Give tensor-parallel ranks the same random state, so that dropout on replicated tensors is the same."""
         if self.sizes.tensor > 1:
-            states = self.ranks.gather(RngState.capture(self._device))
+            states = gather(RngState.capture(self._device))
             first = states[dist.get_rank() // self.sizes.tensor * self.sizes.tensor]
             replace(first, device=self._device).restore()
 
@@ -314,9 +304,9 @@ class Processes:
         Raises:
             ValueError: The batch cannot be divided, or ranks that compute the same sequences got different batches.
         """
-        if self._sequence.size() > 1:
+        if self._readers is not None:
             if self._batches < _FIRST_CHECKS or self._batches % _CHECK_EVERY == 0:
-                check_same_batch(batch, self._sequence.get_group(), self.data_rank)
+                check_same_batch(batch, self._readers, self.data_rank)
             self._batches += 1
         if training and self._experts is not None and self.sizes.expert > self.sizes.context:
             check_same_size(batch, self._experts.homes.get_group(), self.sizes.expert)

@@ -24,6 +24,7 @@ class Ranks:
     Attributes:
         parallel: Label of the parallel sizes that is stored in plans, like "dp2-cp2-tp1-zero3".
         on_this_node: Number of processes on this host, which share its memory.
+        alike: Process group that follows one plan, the processes of a pipeline stage; `None` if all processes do.
         in_step: Process group that runs the same slices of layers at the same time, because its processes compute the
             same sequences or send each other tokens; `None` if only this process does.
         world: Whether the run has more than one process.
@@ -31,17 +32,18 @@ class Ranks:
 
     parallel: str = ParallelSizes().describe(zero_stage=0)
     on_this_node: int = 1
+    alike: ProcessGroup | None = None
     in_step: ProcessGroup | None = None
     world: bool = False
 
     def gather(self, value: T, everyone: bool = True) -> list[T]:
-        """Gathers a picklable value from every rank.
+        """Gathers a picklable value from every rank that follows the same plan.
 
         Args:
             value: Value of this rank.
-            everyone: Gather from all ranks; otherwise from the ranks of `in_step`.
+            everyone: Gather from all of them; otherwise from the ranks of `in_step`.
         """
-        group = None if everyone else self.in_step
+        group = self.alike if everyone else self.in_step
         if not self.world or (group is None and not everyone):
             return [value]
         return gather(value, group)
@@ -56,7 +58,8 @@ class Ranks:
         Raises:
             ValueError: A rank has an error. The message is one line that names the first such rank.
         """
-        messages = self.gather(None if error is None else str(error), everyone)
+        message = None if error is None else str(error)
+        messages = gather(message) if everyone and self.world else self.gather(message, everyone)
         failed = [(rank, message) for rank, message in enumerate(messages) if message is not None]
         if not failed:
             return

@@ -142,6 +142,10 @@ class WorkingSet:
     layers: int
     outside: int
 
+    def with_more(self, size_bytes: int) -> WorkingSet:
+        """Return the working set of a step that holds some more bytes from its beginning to its end."""
+        return WorkingSet(self.layers + size_bytes, self.outside + size_bytes)
+
 
 class WorkingSetMeter:
     """Measures the working set of a training step, from construction to `stop`.

@@ -111,9 +111,17 @@ def _summary(plan: Plan) -> list[str]:
         f"device  needs {format_bytes(plan.device_bytes)} ({format_bytes(plan.costs.fixed_device_bytes)} of it model "
         f"state), budget {format_bytes(budget.device_bytes)}"
         + (f": over by {format_bytes(plan.device_excess_bytes)}" if plan.device_excess_bytes else ""),
-        f"step    {format_seconds(plan.step_seconds)} expected, estimated from the first step",
+        _step(plan),
         plan.reason,
     ]
+
+
+def _step(plan: Plan) -> str:
+    seconds, in_flight = format_seconds(plan.step_seconds), plan.costs.in_flight
+    if in_flight is None:
+        return f"step    {seconds} expected, estimated from the first step"
+    several = f"the {in_flight} micro-batches" if in_flight > 1 else "the micro-batch"
+    return f"stage   {seconds} expected for all layer calls of {several} in flight, estimated from the first step"
 
 
 def _kernel(plan: Plan) -> list[str]:

@@ -105,6 +105,7 @@ def _check(config: MemoConfig, trainer: Mapping[str, Any], steps_per_trial: int)
             f"{', '.join(unknown)}: not an argument of the search or of Lightning's Trainer; correct the name"
         )
     sizes = [config.context_parallel_size, config.tensor_parallel_size, config.expert_parallel_size]
+    sizes.append(config.pipeline_parallel_size)
     sizes += [trainer.get("devices", 1), trainer.get("num_nodes", 1), int(os.environ.get("WORLD_SIZE", 1))]
     if any(size != 1 for size in sizes):
         raise ValueError(

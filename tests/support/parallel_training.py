@@ -256,7 +256,8 @@ class Keep(Callback):
     @override
     def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
         trained = [p for p in module.parameters() if p.grad is not None]
-        self.outcome.norms.append(float(total_norm(trained, trainer.strategy.root_device)))
+        holders = getattr(trainer.strategy.precision_plugin, "holders", None)  # of several processes
+        self.outcome.norms.append(float(total_norm(trained, trainer.strategy.root_device, holders)))
         if not self.outcome.gradients:
             self.outcome.gradients = {n: whole(p.grad) for n, p in module.named_parameters() if p.grad is not None}
 
@@ -315,7 +316,8 @@ def train(
 def _loader(run: Run, settings: dict[str, Any], skip: int = 0) -> DataLoader[dict[str, Tensor]]:
     """Return this process's part of every batch in the order of one process (Lightning's sampler shuffles)."""
     others = settings.get("context_parallel_size", 1) * settings.get("tensor_parallel_size", 1)
-    data, rank = dist.get_world_size() // others, dist.get_rank() // others
+    stage = dist.get_world_size() // settings.get("pipeline_parallel_size", 1)
+    data, rank = stage // others, dist.get_rank() % stage // others
     texts, first = Texts(run), skip * run.batch * run.accumulate
     # Lightning counts the batches before a checkpoint as served, but starts the loader from its beginning.
     texts = Subset(texts, [*range(first, len(texts)), *range(first)])
@@ -324,12 +326,25 @@ def _loader(run: Run, settings: dict[str, Any], skip: int = 0) -> DataLoader[dic
 
 
 def train_together(size: int, run: Run, settings: dict[str, Any], after: Any = None, watch: Any = None) -> Outcome:
-    """Train in `size` processes. Losses are averaged over them, and notes become lists by rank."""
+    """Train in `size` processes. Losses are averaged over them, and notes become lists by rank.
+
+    Each stage of a pipeline has the gradients and the weights of its own layers.
+    """
     outcomes = run_in_processes(size, train, run, settings, after, watch)
     first: Outcome = outcomes[0]
     first.losses = [sum(losses) / size for losses in zip(*(o.losses for o in outcomes), strict=True)]
+    stages = settings.get("pipeline_parallel_size", 1)
+    for outcome in outcomes[size // stages :: size // stages]:
+        own = {name for name, t in outcome.weights.items() if not _is_copy(t, first.weights)}
+        first.gradients |= {name: t for name, t in outcome.gradients.items() if name in own}
+        first.weights |= {name: outcome.weights[name] for name in own}
     first.notes = {key: [o.notes[key] for o in outcomes] for key in first.notes}
     return first
+
+
+def _is_copy(t: Tensor, others: dict[str, Tensor]) -> bool:
+    """Return whether a weight of the last stage is the embedding of the first one: a process names both alike."""
+    return t.ndim == 2 and any(torch.equal(t, other) for other in others.values())
 
 
 @functools.lru_cache(maxsize=16)

@@ -1,4 +1,12 @@
-"""The layer calls of a step whose backward has not ended."""
+"""The layer calls of a step whose backward has not ended, and the micro-batches that they belong to.
+
+Note: [Micro-batches in flight]
+A pipeline stage runs the forwards of several micro-batches before the backward of the first one, and then a forward and
+a backward in turn. A plan has a range of layer calls for each micro-batch in flight: call `m * n + i` is layer `i` of
+the `n` layers, for a micro-batch whose number leaves the remainder `m`. A micro-batch takes the range, with its host
+slots, of the one whose backward has ended. Rounding buffers are shared: all slots of a forward leave the device, so
+that the backward of another micro-batch can fetch its own.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +15,9 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import torch
+
+from lightning_memo.artifacts.swap_plan import SwapPlan
+from lightning_memo.engine.saved_tensors.offload_group import ALL_POSITIONS, OffloadGroups
 
 
 class PendingCall(Protocol):
@@ -22,10 +33,14 @@ class PendingCall(Protocol):
 
 
 class PendingCalls:
-    """Layer calls in the order of the forward. A call whose graph is dropped leaves by itself."""
+    """Layer calls in the order of the forward. A call whose graph is dropped leaves by itself.
+
+    Calls of several micro-batches may be alive at once, each with a range of positions of its own.
+    """
 
     def __init__(self) -> None:
         self._calls: weakref.WeakValueDictionary[int, PendingCall] = weakref.WeakValueDictionary()
+        self._positions = ALL_POSITIONS
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -33,10 +48,15 @@ class PendingCalls:
     def __iter__(self) -> Iterator[PendingCall]:
         return iter([call for _, call in sorted(self._calls.items())])
 
+    def begin(self, positions: range) -> None:
+        """Let the calls that begin from now on have these positions, until this method is called again."""
+        self._positions = positions
+
     @property
     def next_key(self) -> int:
         """The position of a call that begins now."""
-        return max(self._calls.keys(), default=-1) + 1
+        alive = (key for key in list(self._calls) if key in self._positions)
+        return max(alive, default=self._positions.start - 1) + 1
 
     @property
     def interrupted(self) -> bool:
@@ -56,3 +76,33 @@ class PendingCalls:
     def clear(self) -> None:
         """Forget all calls of an interrupted step."""
         self._calls.clear()
+
+
+class MicroBatches:
+    """Gives the layer calls of each micro-batch in flight their positions.
+
+    Args:
+        calls: The layer calls that are alive.
+        groups: Their offload groups.
+
+    Attributes:
+        in_flight: Largest number of micro-batches whose layer calls are alive at once; `None` without a pipeline.
+    """
+
+    def __init__(self, calls: PendingCalls, groups: OffloadGroups) -> None:
+        self.in_flight: int | None = None
+        self._calls, self._groups = calls, groups
+
+    def begin(self, number: int, swap: SwapPlan | None) -> None:
+        """Begin or continue the forward or the backward of a micro-batch.
+
+        Args:
+            number: Number of the micro-batch in its batch. Micro-batches end in the order in which they began.
+            swap: The plan by which its layers run; `None` if only one micro-batch is in flight.
+        """
+        positions = ALL_POSITIONS
+        if swap is not None and self.in_flight is not None:
+            calls, lane = -(-swap.calls // self.in_flight), number % self.in_flight
+            positions = range(lane * calls, (lane + 1) * calls)
+        self._calls.begin(positions)
+        self._groups.begin(positions)

@@ -152,6 +152,11 @@ class StepProfile:
                 call.tokens = call.tokens * longer // self.tokens
             self.tokens = longer
 
+    def repeat(self, times: int) -> None:
+        """Let the profile of one micro-batch stand for several, whose calls are alive at once, one after another."""
+        of_one = self.in_order()
+        self.calls = dict(enumerate(of_one * times))
+
     def resize(self, index: int, batch: int, tokens: int, slice_tokens: int) -> None:
         """Note the size of a layer call. Layers of several stacks get different numbers of tokens.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -24,6 +26,9 @@ from lightning_memo.parallel.local_tensors import ShardedHandle
 # change it, its place in the slot, its place in an argument that layers share, the weight of which it is a copy, the
 # handles of its parts, or its number in a recomputation.
 Handle = Tensor | SlotView | ShardedHandle | KeptTensor | ParkedView | WeightCopy | WrappedHandle | int
+
+ALL_POSITIONS: Final = range(sys.maxsize)
+"""The positions of layer calls, and the numbers of offload groups, unless several micro-batches share them."""
 
 
 class OffloadGroup:
@@ -147,17 +152,26 @@ class OffloadGroup:
 
 
 class OffloadGroups:
-    """The offload groups that are alive, in the order of the forward; the backward needs them in reverse order."""
+    """The offload groups that are alive, in the order of the forward; the backward needs them in reverse order.
+
+    Groups of several micro-batches may be alive at once, each with a range of numbers of its own.
+    """
 
     def __init__(self) -> None:
         self._groups: weakref.WeakValueDictionary[int, OffloadGroup] = weakref.WeakValueDictionary()
+        self._numbers = ALL_POSITIONS
 
     def __iter__(self) -> Iterator[OffloadGroup]:
         return iter([group for _, group in sorted(self._groups.items())])
 
+    def begin(self, numbers: range) -> None:
+        """Let the groups that are opened and fetched from now on have these numbers, until this is called again."""
+        self._numbers = numbers
+
     def open(self, memory: SlotMemory | None, swap: bool, size: SlotSize | None = None) -> OffloadGroup:
         """Return a new group behind those that are alive; see :class:`OffloadGroup` for the arguments."""
-        group = OffloadGroup(self, max(self._groups.keys(), default=-1) + 1, memory, swap, size)
+        known = (number for number in list(self._groups) if number in self._numbers)
+        group = OffloadGroup(self, max(known, default=self._numbers.start - 1) + 1, memory, swap, size)
         self._groups[group.number] = group
         return group
 
@@ -171,7 +185,8 @@ class OffloadGroups:
         assert group.slot is not None
         memory.fetch(group.slot, group.number)
         group.slot.in_backward = True
-        following = self._groups.get(group.number - 1)
+        number = group.number - 1
+        following = self._groups.get(number) if number in self._numbers else None
         if following is not None and following.slot is not None:
             memory.fetch(following.slot, following.number, ahead=True)
 

@@ -31,6 +31,7 @@ def estimated_layer_costs(question: Question, parallel: Parallelism) -> LayerCos
     tokens = question.seq_len // (parallel.tp * parallel.cp)
     bandwidth = question.cluster.host_bandwidth_of(devices_per_host(question)) * question.constants.host_efficiency
     runs = [_costs_of_run(each, parallel, bandwidth) for each in question.runs(parallel)]
+    of_calls: dict[str, Any] = {name: sum((run[name] for run in runs), ()) for name in runs[0]}
     alive = tokens if question.sliced is None else question.sliced.tokens
     others = max(run["other_bytes"][0] for run in runs)
     transient, in_backward = _transients(question, parallel, alive * (others // tokens))
@@ -41,7 +42,7 @@ def estimated_layer_costs(question: Question, parallel: Parallelism) -> LayerCos
     return LayerCosts(
         batch=1,
         tokens=tokens,
-        **{name: sum((run[name] for run in runs), ()) for name in runs[0]},
+        **of_calls,
         outside_seconds=outside_seconds(question, parallel),
         offload_bytes_per_second=bandwidth,
         prefetch_bytes_per_second=bandwidth,

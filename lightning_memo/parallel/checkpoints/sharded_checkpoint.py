@@ -7,6 +7,7 @@ independent of ranks. A folder contains pickles, as a checkpoint file does: load
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
@@ -26,10 +27,13 @@ from lightning_memo.parallel.checkpoints.open_checkpoint import (
     check_complete,
     open_checkpoint,
 )
-from lightning_memo.parallel.run_on_ranks import is_first_rank, on_every_rank, on_first_rank
+from lightning_memo.parallel.run_on_ranks import gather, is_first_rank, on_every_rank, on_first_rank
 
 Sizes = Mapping[str, torch.Size | None]
 """Sizes of the tensors of a state dict by name; None for other values."""
+
+FIRST_NAMES = "_lightning_memo_first_names"
+"""Attribute of a module on the last stage of a pipeline: the names on the first stage of weights that both have."""
 
 _SHOWN = 3  # names in an error
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and checkpoint_wrapper
@@ -41,15 +45,17 @@ def sharded_model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Returns the optimizer's state with parameter names instead of numbers.
+    """Returns the optimizer's state with parameter names instead of numbers. All ranks call it.
 
-    torch's `get_optimizer_state_dict` does the same, but makes an optimizer without state take a step.
+    Groups have the parameters of all ranks. torch's `get_optimizer_state_dict` does the same for equal parameters on
+    all ranks, but makes an optimizer without state take a step.
 
     Raises:
         ValueError: The optimizer has a parameter that is not the model's.
     """
     names = _names(model, optimizer)
-    groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
+    everyones = names_of_all(names, optimizer)
+    groups = [{**group, "params": of_all} for group, of_all in zip(optimizer.param_groups, everyones, strict=True)]
     return {"state": {names[p]: dict(state) for p, state in optimizer.state.items()}, "param_groups": groups}
 
 
@@ -106,7 +112,11 @@ def load_sharded(
         ValueError: There is no checkpoint, it is incomplete, or it is of another model or optimizer.
     """
     found = on_first_rank(lambda: existing_checkpoint(path))
-    return on_every_rank(lambda: _read(found, model, optimizers, strict, weights_only))
+    sizes = {name: size for own in gather(tensor_sizes(get_model_state_dict(model))) for name, size in own.items()}
+    groups = [names_of_all(_names(model, optimizer), optimizer) for optimizer in optimizers]
+    return on_every_rank(
+        lambda: _read(found, model, sizes, list(zip(optimizers, groups, strict=True)), strict, weights_only)
+    )
 
 
 def existing_checkpoint(path: str | Path) -> Path:
@@ -181,20 +191,25 @@ def _write(state: dict[str, Any], rest: dict[str, Any], folder: Path) -> None:
 
 
 def _read(
-    path: Path, model: nn.Module, optimizers: Sequence[Optimizer], strict: bool, weights_only: bool | None
+    path: Path,
+    model: nn.Module,
+    sizes: Sizes,
+    optimizers: Sequence[tuple[Optimizer, list[list[str]]]],
+    strict: bool,
+    weights_only: bool | None,
 ) -> dict[str, Any]:
     source = open_checkpoint(path, weights_only)
-    _read_model(source, model, strict)
-    for index, optimizer in enumerate(optimizers):
-        _read_optimizer(source, f"optimizer_{index}", model, optimizer)
+    _read_model(source, model, sizes, strict)
+    for index, (optimizer, everyones) in enumerate(optimizers):
+        _read_optimizer(source, f"optimizer_{index}", model, optimizer, everyones)
     return source.rest
 
 
-def _read_model(source: CheckpointSource, model: nn.Module, strict: bool) -> None:
+def _read_model(source: CheckpointSource, model: nn.Module, of_all: Sizes, strict: bool) -> None:
     own = get_model_state_dict(model)
     saved = {path[1]: entry for path, entry in source.entries("state_dict").items()}
     sizes = {name: entry.size if isinstance(entry, TensorStorageMetadata) else None for name, entry in saved.items()}
-    refuse_other_model(source.path, sizes, tensor_sizes(own), strict)
+    refuse_other_model(source.path, sizes, of_all, strict)
     shared = {name: value for name, value in own.items() if name in saved}
     read = source.read({("state_dict", name): value for name, value in shared.items()})
     # The tensors are already the model's own. This call is for modules with load hooks and for other values.
@@ -203,11 +218,14 @@ def _read_model(source: CheckpointSource, model: nn.Module, strict: bool) -> Non
     )
 
 
-def _read_optimizer(source: CheckpointSource, root: str, model: nn.Module, optimizer: Optimizer) -> None:
+def _read_optimizer(
+    source: CheckpointSource, root: str, model: nn.Module, optimizer: Optimizer, everyones: list[list[str]]
+) -> None:
     groups = _read_groups(source, root)
-    positions = _positions(source.path, groups, model, optimizer)
+    positions = _positions(source.path, groups, everyones, _names(model, optimizer), optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    into = {path: _like(entry, parameters[positions[path[2]]]) for path, entry in source.entries(root, "state").items()}
+    entries = {path: entry for path, entry in source.entries(root, "state").items() if path[2] in positions}
+    into = {path: _like(entry, parameters[positions[path[2]]]) for path, entry in entries.items()}
     state: dict[int, dict[str, Any]] = {}
     for (_, _, parameter, *keys), value in source.read(into).items():
         inner = state.setdefault(positions[parameter], {})
@@ -231,21 +249,30 @@ def _read_groups(source: CheckpointSource, root: str) -> list[dict[str, Any]]:
     return [groups[index] for index in sorted(groups)]
 
 
-def _positions(path: Path, groups: list[dict[str, Any]], model: nn.Module, optimizer: Optimizer) -> dict[Any, int]:
-    """Maps the name or number of each parameter in the checkpoint to its number in the optimizer."""
+def _positions(
+    path: Path,
+    groups: list[dict[str, Any]],
+    everyones: list[list[str]],
+    names: Mapping[Tensor, str],
+    optimizer: Optimizer,
+) -> dict[Any, int]:
+    """Maps the name or number of each parameter in the checkpoint that this rank has to its number in the optimizer."""
     saved = [group["params"] for group in groups]
-    names = _names(model, optimizer)
-    own = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
-    sizes, own_sizes = ([len(group) for group in side] for side in (saved, own))
+    sizes, own_sizes = ([len(group) for group in side] for side in (saved, everyones))
     if sizes != own_sizes:
         raise ValueError(
             f"{path}: of another optimizer: groups of {sizes} parameters in the checkpoint, of {own_sizes} here"
         )
     if any(isinstance(key, int) for group in saved for key in group):  # single process: numbers in group order
-        return {key: position for position, key in enumerate(key for group in saved for key in group)}
-    for number, (theirs, ours) in enumerate(zip(saved, own, strict=True)):
-        _refuse(path, f"the optimizer's group {number}", missing={*ours} - {*theirs}, unexpected={*theirs} - {*ours})
-    return {name: position for position, name in enumerate(name for group in own for name in group)}
+        of_keys = dict(zip(itertools.chain(*saved), itertools.chain(*everyones), strict=True))
+    else:
+        for number, (theirs, ours) in enumerate(zip(saved, everyones, strict=True)):
+            _refuse(
+                path, f"the optimizer's group {number}", missing={*ours} - {*theirs}, unexpected={*theirs} - {*ours}
+            )
+        of_keys = {name: name for name in itertools.chain(*everyones)}
+    own = {names[p]: position for position, p in enumerate(p for g in optimizer.param_groups for p in g["params"])}
+    return {key: own[name] for key, name in of_keys.items() if name in own}
 
 
 def _like(entry: Any, parameter: Tensor) -> Tensor | None:
@@ -255,9 +282,24 @@ def _like(entry: Any, parameter: Tensor) -> Tensor | None:
     return None
 
 
+def names_of_all(names: Mapping[Tensor, str], optimizer: Optimizer) -> list[list[str]]:
+    """Returns the names of the parameters of each group on all ranks, in the order of a single process.
+
+    Stages of a pipeline have different parameters. All ranks call this.
+
+    Args:
+        names: Names of this rank's parameters.
+        optimizer: The optimizer of this rank.
+    """
+    everyones = gather([[names[p] for p in group["params"]] for group in optimizer.param_groups])
+    return [list(dict.fromkeys(itertools.chain(*of_group))) for of_group in zip(*everyones, strict=True)]
+
+
 def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
+    first = getattr(model, FIRST_NAMES, {})
     names = {
-        p: ".".join(part for part in name.split(".") if part not in _WRAPPERS) for name, p in model.named_parameters()
+        p: ".".join(part for part in first.get(name, name).split(".") if part not in _WRAPPERS)
+        for name, p in model.named_parameters()
     }
     for group in optimizer.param_groups:
         for p in group["params"]:

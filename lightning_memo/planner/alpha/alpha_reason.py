@@ -115,5 +115,5 @@ def _hidden(costs: LayerCosts, alpha: float) -> bool:
     bandwidth = min(costs.offload_bytes_per_second, costs.prefetch_bytes_per_second)
     return all(
         costs.swapped_bytes(call, alpha) <= costs.forward_seconds_at(call, alpha) * bandwidth
-        for call in range(costs.calls - 2)
+        for call in range(costs.swapped_calls)
     )

@@ -47,7 +47,7 @@ def disk_keeps_up(costs: LayerCosts, slot_bytes: int, spilled_calls: int, alpha:
     """
     if not spilled_calls:
         return True
-    swapped_calls = costs.calls - 2
+    swapped_calls = costs.swapped_calls
     write_seconds, read_seconds = disk_seconds(costs, slot_bytes)
     leaving = range(swapped_calls)
     forward = min(costs.forward_seconds_at(call, alpha) for call in leaving) * (swapped_calls // spilled_calls)

@@ -35,7 +35,7 @@ class Feasibility:
     @property
     def _calls(self) -> int:
         """Number of layer calls whose activations leave the device (MEMO, section 4.2)."""
-        return max(self.costs.calls - 2, 0)
+        return self.costs.swapped_calls
 
     def host_bytes(self, alpha: float) -> int:
         """Bytes of all swapped activations."""

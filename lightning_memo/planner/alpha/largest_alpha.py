@@ -44,11 +44,11 @@ def solve_alpha(costs: LayerCosts, budget: Budget) -> AlphaSolution:
     """Maximize alpha in [0, 1] under the overlap and host memory constraints of MEMO, section 4.2.
 
     For each swapped layer, `(S_input + S_attn + alpha * S_others) / B <= T_layer`; over all swapped layers,
-    `sum(S_input + S_attn + alpha * S_others) <= M_host`. The last two layer calls never leave the device, so neither
-    constraint includes them. B is the smaller of the two bandwidths, T_layer the forward time. With alpha as the only
-    variable, the linear program's optimum is the smallest of the constraints' upper bounds. If activations are swapped
-    compressed, S_others is their compressed size, T_layer grows with alpha by the time to compress them, and alpha is 0
-    where recomputation takes less time than to compress and restore them.
+    `sum(S_input + S_attn + alpha * S_others) <= M_host`. The last layer calls, usually two, never leave the device, so
+    neither constraint includes them. B is the smaller of the two bandwidths, T_layer the forward time. With alpha as
+    the only variable, the linear program's optimum is the smallest of the constraints' upper bounds. If activations are
+    swapped compressed, S_others is their compressed size, T_layer grows with alpha by the time to compress them, and
+    alpha is 0 where recomputation takes less time than to compress and restore them.
 
     Args:
         costs: Bytes and seconds of each layer call.
@@ -57,7 +57,7 @@ def solve_alpha(costs: LayerCosts, budget: Budget) -> AlphaSolution:
     Raises:
         HostMemoryError: The budget cannot hold the layer inputs and attention outputs (alpha = 0).
     """
-    swapped = range(max(costs.calls - 2, 0))
+    swapped = range(costs.swapped_calls)
     least_bytes = sum(costs.swapped_bytes(call, 0.0) for call in swapped)
     room_bytes = budget.host_bytes + budget.spill_bytes
     if least_bytes > room_bytes:

@@ -28,7 +28,13 @@ def plain_plan(
     if needed_bytes > budget.device_bytes:
         return None
     swap = SwapPlan(
-        mode="plain", alpha=0.0, schedule=schedule, slice_tokens=slice_tokens, calls=costs.calls, slot_bytes=0
+        mode="plain",
+        alpha=0.0,
+        schedule=schedule,
+        slice_tokens=slice_tokens,
+        calls=costs.calls,
+        slot_bytes=0,
+        in_flight=costs.in_flight,
     )
     return Plan(
         fingerprint=fingerprint,

@@ -85,6 +85,7 @@ def _swap_plan(feasibility: Feasibility, alpha: float, schedule: Schedule, host_
         whole_layers=mixed,
         recomputed_slot_bytes=feasibility.slot_bytes(0.0) if mixed else 0,
         spilled_calls=feasibility.spilled_calls(alpha) or 0,
+        in_flight=feasibility.costs.in_flight,
     )
     if sizes is None:
         return swap

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: each process has some of the layers, and micro-batches pass from one to the next."""

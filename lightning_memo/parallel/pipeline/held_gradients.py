@@ -1,0 +1,85 @@
+"""Holds the gradients of a pipeline's backwards until the backward of the loss that the model has returned.
+
+Note: [Gradients before the backward]
+A pipeline runs backwards of micro-batches between forwards of later ones, so that gradients exist before the model has
+returned its loss. What a training loop does between the two must not see them: it may drop the gradients of the last
+step. The gradients are therefore taken out of the parameters, and put back by the backward of the loss, multiplied by
+the gradient of the loss, which is any number: a loop divides losses by the number of batches of a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class HeldGradients:
+    """The gradients of a batch, outside of the parameters.
+
+    Args:
+        parameters: The trained parameters.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._held: list[tuple[nn.Parameter, Tensor]] | None = None
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Within this context, backwards give parameters gradients that are held after it. Earlier ones return."""
+        earlier = [p.grad for p in self._parameters]
+        for p in self._parameters:
+            p.grad = None
+        try:
+            yield
+            self._held = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        finally:
+            for p, gradient in zip(self._parameters, earlier, strict=True):
+                p.grad = gradient
+
+    def loss(self, value: Tensor) -> Tensor:
+        """Return a loss with this value, whose backward adds the gradients to those of the parameters."""
+        anchor = torch.zeros((), device=value.device, requires_grad=True)
+        loss: Tensor = _GivesGradients.apply(value, anchor, self)
+        return loss
+
+    def give(self, factor: Tensor) -> None:
+        """Add the gradients to those of the parameters.
+
+        Args:
+            factor: The number by which they are multiplied, a scalar.
+
+        Raises:
+            RuntimeError: They were given before.
+        """
+        held, self._held = self._held, None
+        if held is None:
+            raise RuntimeError(
+                "a second backward through the same graph (retain_graph) is not supported: sum the losses, or run a "
+                "forward for each"
+            )
+        for p, gradient in held:
+            gradient.mul_(factor.to(gradient.dtype))
+            if p.grad is None:
+                p.grad = gradient
+            else:
+                p.grad.add_(gradient)
+
+
+class _GivesGradients(torch.autograd.Function):
+    """A number, in whose backward gradients are given that were computed before."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, held: HeldGradients) -> Tensor:
+        ctx.held = held
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        with torch.no_grad():
+            ctx.held.give(gradient)
+        return None, None, None

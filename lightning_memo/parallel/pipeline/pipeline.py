@@ -1,0 +1,107 @@
+"""The pipeline of a run, seen from one of its stages."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_memo.config import MemoConfig
+from lightning_memo.parallel.checkpoints.sharded_checkpoint import FIRST_NAMES
+from lightning_memo.parallel.device_mesh import ends_group, pipeline_groups
+from lightning_memo.parallel.parallel_sizes import ParallelSizes
+from lightning_memo.parallel.pipeline.gather_stages import STAGE
+from lightning_memo.parallel.pipeline.pipelined_model import PipelinedModel, StageEngine
+from lightning_memo.parallel.pipeline.stage_forward import StageForward
+from lightning_memo.parallel.pipeline.stage_messages import StageMessages
+from lightning_memo.parallel.pipeline.stage_modules import StagedModel
+from lightning_memo.parallel.pipeline.stage_order import most_in_flight
+from lightning_memo.parallel.pipeline.tied_weights import TiedWeights
+from lightning_memo.parallel.zero.zero_sharding import accumulating
+from lightning_memo.utils.find_layers import find_hugging_face
+
+
+class Pipeline:
+    """Divides a model over the stages of a pipeline, and runs its calls.
+
+    Args:
+        config: The user's settings.
+        sizes: Sizes of the kinds of parallelism.
+        mesh: Device mesh, whose first dimension are the stages.
+        device: Device of this process.
+
+    Attributes:
+        stage: Number of the stage of this process.
+    """
+
+    def __init__(self, config: MemoConfig, sizes: ParallelSizes, mesh: DeviceMesh, device: torch.device) -> None:
+        self._config, self._sizes, self._device = config, sizes, device
+        onward, back = pipeline_groups(mesh)
+        self._messages = StageMessages(onward, back, device)
+        self.stage = self._messages.stage
+        self._tied = TiedWeights(ends_group(mesh))
+        self._run: PipelinedModel | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """Largest number of micro-batches of this stage that are in flight."""
+        return most_in_flight(self.stage, self._sizes.pipeline)
+
+    def divide(self, module: nn.Module) -> None:
+        """Take the weights of other stages out of a module.
+
+        Raises:
+            ValueError: The module cannot be divided over the stages.
+        """
+        staged = StagedModel.of(module, self._config.layers)
+        counts = staged.divide(self._sizes.pipeline, self._config.pipeline_layers)
+        self._tied.find(staged, self.stage, self._sizes.pipeline)
+        first = {p: name for name, p in module.named_parameters()}
+        others = {name: first[p] for name, p in module.named_parameters(remove_duplicate=False) if name != first[p]}
+        setattr(module, FIRST_NAMES, others)
+        setattr(staged.model, STAGE, staged.keep(self.stage, counts))
+
+    def run_of(self, module: nn.Module) -> tuple[nn.Module, PipelinedModel]:
+        """Return the model inside of a divided module, and what is to be called in place of its forward."""
+        model = find_hugging_face(module)[0]
+        forward: StageForward = getattr(model, STAGE)
+        zero = self._config.zero_stage
+        self._run = PipelinedModel(
+            model,
+            forward,
+            self._messages,
+            self._config.micro_batch_size,
+            self._sizes.shards,
+            self._agree,
+            functools.partial(accumulating, module, zero),
+            self._tied.add_gradients,
+        )
+        return model, self._run
+
+    def train(
+        self, engine: StageEngine, before_backward: Callable[[], None], drops_gradients: Callable[[], bool]
+    ) -> None:
+        """Prepare the run of the model for training.
+
+        Args:
+            engine: Runs the layers of this stage.
+            before_backward: Called before the first backward of a batch.
+            drops_gradients: Returns whether the gradients that parameters have now are dropped before the next
+                backward.
+        """
+        assert self._run is not None
+        self._run.engine = engine
+        self._run.before_backward, self._run.drops_gradients = before_backward, drops_gradients
+
+    def holders(self, parameter: nn.Parameter) -> int:
+        """Return the number of processes that hold a parameter or a part of it."""
+        return self._sizes.stage_processes * (2 if parameter in self._tied else 1)
+
+    def _agree(self, says: bool) -> bool:
+        flag = torch.tensor(int(says), device=self._device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())

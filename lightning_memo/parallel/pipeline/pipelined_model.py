@@ -1,0 +1,237 @@
+"""Runs each call of a model as a pipeline: micro-batches pass through the stages, and come back as gradients.
+
+Note: [A pipeline inside of the model's call]
+The training step of the user calls the model once, with a batch, on every stage. Within this call, the forwards and the
+backwards of all micro-batches run. The call returns the loss of the whole batch, on every stage, so that whatever the
+training step does with it (logs it, scales it, adds to it) is the same on all of them. The gradients wait for the
+backward of this loss: see `held_gradients.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memo.parallel.pipeline.batch_rows import batch_size, micro_batches_of
+from lightning_memo.parallel.pipeline.held_gradients import HeldGradients
+from lightning_memo.parallel.pipeline.stage_forward import StageEndError, StageForward
+from lightning_memo.parallel.pipeline.stage_messages import StageMessages
+from lightning_memo.parallel.pipeline.stage_order import (
+    StageAction,
+    forwards_only,
+    one_by_one,
+    one_forward_one_backward,
+)
+from lightning_memo.utils.class_names import class_name
+
+_ABSENT = ("logits", "hidden_states", "attentions", "past_key_values")
+_ASKED = ("output_hidden_states", "output_attentions", "output_router_logits", "past_key_values", "inputs_embeds")
+
+
+class StageEngine(Protocol):
+    """What runs the layers of a stage."""
+
+    def profiles(self, batch: int, tokens: int) -> bool:
+        """Return whether a micro-batch has to run alone, to be profiled.
+
+        Args:
+            batch: Number of its sequences.
+            tokens: Number of tokens of each of them that a layer of this process gets.
+        """
+
+    def begin_micro_batch(self, number: int, alone: bool) -> None:
+        """Begin or continue a micro-batch.
+
+        Args:
+            number: Its number in the batch.
+            alone: Whether no other one is in flight.
+        """
+
+
+class PipelineOutput:
+    """What a model returns on every stage: the loss of the batch.
+
+    Attributes:
+        loss: The loss, a scalar.
+    """
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+    def __getitem__(self, key: int | str) -> Tensor:
+        if key in (0, "loss"):
+            return self.loss
+        raise _nothing_but_loss(str(key))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _ABSENT:
+            raise _nothing_but_loss(name)
+        raise AttributeError(name)
+
+
+def _nothing_but_loss(name: str) -> ValueError:
+    return ValueError(
+        f"pipeline_parallel_size: the model's {name} are not there, as each stage has parts of the micro-batches: use "
+        "the loss alone, or set pipeline_parallel_size=1"
+    )
+
+
+class PipelinedModel:
+    """Runs the calls of a model on one stage.
+
+    Args:
+        model: The model.
+        forward: The state of its forward.
+        messages: Sends hidden states and gradients.
+        micro_batch_size: Rows of a micro-batch.
+        shards: Number of processes that divide the tokens between the blocks of a layer.
+        agree: Returns whether any process of the run says so.
+        accumulating: Within this context, backwards are not the last of a batch.
+        after_backward: Called after the last backward of a batch, with its gradients in the parameters.
+
+    Attributes:
+        engine: Runs the layers; `None` if nothing is trained.
+        before_backward: Called before the first backward of a batch.
+        drops_gradients: Returns whether the gradients that parameters have now are dropped before the next backward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: StageForward,
+        messages: StageMessages,
+        micro_batch_size: int,
+        shards: int,
+        agree: Callable[[bool], bool],
+        accumulating: Callable[[], contextlib.AbstractContextManager[None]],
+        after_backward: Callable[[], None],
+    ) -> None:
+        self._model, self._forward, self._messages = model, forward, messages
+        self._micro_batch_size, self._shards = micro_batch_size, shards
+        self._agree, self._accumulating, self._after_backward = agree, accumulating, after_backward
+        self.engine: StageEngine | None = None
+        self.before_backward: Callable[[], None] = lambda: None
+        self.drops_gradients: Callable[[], bool] = lambda: False
+        self._alive: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    @property
+    def is_first(self) -> bool:
+        return self._messages.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self._messages.stage == self._messages.stages - 1
+
+    def __call__(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> PipelineOutput:
+        """Run a call of the model, in place of its own forward.
+
+        Raises:
+            ValueError: The call asks for more than the loss, or its arguments cannot be divided.
+        """
+        arguments = dict(zip(inspect.signature(forward).parameters, args, strict=False)) | kwargs
+        self._check(arguments)
+        micro_batches = micro_batches_of(arguments, self._micro_batch_size)
+        run = functools.partial(self._run_action, forward, micro_batches)
+        self._alive.clear()
+        self._messages.begin()
+        if not torch.is_grad_enabled():
+            return PipelineOutput(self._run(forwards_only(len(micro_batches)), run))
+        alone = self._profiles(micro_batches[0])
+        order = one_by_one(len(micro_batches)) if alone else self._order(len(micro_batches))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        held = HeldGradients(trained)
+        if self.drops_gradients():
+            for p in trained:
+                p.grad = None
+        with held.collecting():
+            value = self._run(order, functools.partial(run, alone=alone))
+            self._after_backward()
+        return PipelineOutput(held.loss(value))
+
+    def _check(self, arguments: dict[str, Any]) -> None:
+        config: Any = self._model.config
+        if arguments.get("labels") is None:
+            raise ValueError(
+                f"pipeline_parallel_size: {class_name(self._model)} was called without labels, and stages return the "
+                "loss only: pass labels, or set pipeline_parallel_size=1"
+            )
+        for name in _ASKED:
+            if arguments.get(name, getattr(config, name, None)) not in (None, False):
+                raise ValueError(
+                    f"pipeline_parallel_size: {class_name(self._model)} got {name}, and stages return the loss of "
+                    f"input_ids only: leave {name} out of the call and of the model's config, or set "
+                    "pipeline_parallel_size=1"
+                )
+
+    def _order(self, micro_batches: int) -> list[StageAction]:
+        return one_forward_one_backward(self._messages.stage, self._messages.stages, micro_batches)
+
+    def _profiles(self, micro_batch: dict[str, Any]) -> bool:
+        """Return whether any process has to profile a micro-batch. Then all of them run one at a time."""
+        rows, tokens = batch_size(micro_batch)
+        return self._agree(self.engine is not None and self.engine.profiles(rows, tokens // self._shards))
+
+    # ---- one batch
+
+    def _run(self, order: Sequence[StageAction], run: Callable[[StageAction, bool], Tensor | None]) -> Tensor:
+        """Run the forwards and backwards of a batch, and return its loss."""
+        last = max((action.micro_batch for action in order if action.backward), default=-1)
+        losses = []
+        for action in order:
+            if action.backward and action.micro_batch == 0:
+                self.before_backward()
+            loss = run(action, action.micro_batch == last)
+            if loss is not None:
+                losses.append(loss)
+        self._messages.settle()
+        total = torch.stack(losses).sum() if losses else torch.zeros((), device=self._messages.device)
+        return self._messages.share_from_last(total.float())
+
+    def _run_action(
+        self,
+        forward: Callable[..., Any],
+        micro_batches: Sequence[dict[str, Any]],
+        action: StageAction,
+        last: bool,
+        alone: bool = True,
+    ) -> Tensor | None:
+        """Run a forward or a backward. Returns the loss of a forward on the last stage."""
+        if self.engine is not None and torch.is_grad_enabled():
+            self.engine.begin_micro_batch(action.micro_batch, alone)
+        if not action.backward:
+            return self._run_forward(forward, micro_batches[action.micro_batch], action.micro_batch)
+        with contextlib.nullcontext() if last else self._accumulating():
+            self._run_backward(action.micro_batch)
+        return None
+
+    def _run_forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Tensor | None:
+        received = None if self.is_first else self._messages.receive_hidden()
+        if received is not None and torch.is_grad_enabled():
+            received.requires_grad_()
+        loss = None
+        try:
+            with self._forward.running(received):
+                loss = forward(**arguments).loss
+        except StageEndError as end:
+            hidden = end.hidden
+            self._messages.send_hidden(hidden)
+        if loss is not None:
+            hidden = loss
+        if torch.is_grad_enabled():
+            self._alive[number] = hidden, received
+        return None if loss is None else loss.detach()
+
+    def _run_backward(self, number: int) -> None:
+        hidden, received = self._alive.pop(number)
+        gradient = None if self.is_last else self._messages.receive_gradient(hidden)
+        if hidden.requires_grad:
+            torch.autograd.backward(hidden, gradient)
+        if received is not None:
+            own = received.grad if received.grad is not None else torch.zeros_like(received)
+            self._messages.send_gradient(own)

@@ -1,0 +1,167 @@
+"""The state of a model's forward on one stage: what it received, and whether the stage's layers have begun.
+
+Note: [How a stage runs the model's own forward]
+Each stage calls the forward of the whole model. Modules of other stages have lost their weights, and have forwards of
+this file. Layers before those of the stage return their input, and embeddings return NaN of the right shape. The first
+layer of the stage gets what the stage before has sent in place of its input. The first layer behind those of the stage
+ends the forward: its input is sent to the next stage. Masks and positions are thus computed on each stage by the model.
+A forward that does anything else with what other stages compute is refused, or gives NaN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_memo.utils.class_names import class_name
+
+
+class StageEndError(Exception):
+    """Ends the forward of a model behind the last layer of a stage.
+
+    Attributes:
+        hidden: The input of the first layer of the next stage.
+    """
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__("the forward of the stage is over")
+        self.hidden = hidden
+
+
+class StageForward:
+    """The forward of a micro-batch on one stage.
+
+    Args:
+        model: Name of the model, for messages.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._runs = self._in_layers = False
+        self._received: Tensor | None = None
+
+    @contextlib.contextmanager
+    def running(self, received: Tensor | None) -> Iterator[None]:
+        """Within this context the model's forward runs.
+
+        Args:
+            received: What the stage before has sent; `None` on the first stage.
+        """
+        self._runs, self._in_layers, self._received = True, False, received
+        try:
+            yield
+        finally:
+            self._runs, self._received = False, None
+
+    def before_layers(self, module: nn.Module) -> Tensor:
+        """Return what the stage before has sent, where a module of an earlier stage is called.
+
+        Raises:
+            ValueError: The module is called by itself, or behind the layers of this stage.
+        """
+        self._check_runs(module)
+        if self._in_layers or self._received is None:
+            raise ValueError(
+                f"pipeline_parallel_size: {class_name(module)} of an earlier stage is called behind the layers of this "
+                f"stage, as {self._model} runs its layers more than once or in another order: set "
+                "pipeline_parallel_size=1"
+            )
+        return self._received
+
+    def end(self, module: nn.Module, hidden: Any) -> None:
+        """End the forward, where the first layer of the next stage is called.
+
+        Raises:
+            StageEndError: Always, unless something is wrong.
+            ValueError: The layer is called by itself, or before the layers of this stage, or with no hidden states.
+        """
+        self._check_runs(module)
+        if not self._in_layers or not isinstance(hidden, Tensor) or hidden.dim() != 3:
+            given = list(hidden.shape) if isinstance(hidden, Tensor) else type(hidden).__name__
+            raise ValueError(
+                f"pipeline_parallel_size: {class_name(module)} of a later stage got {given} in place of the hidden "
+                f"states [batch, tokens, hidden] of this stage's layers, as {self._model} computes something else "
+                "before or between its layers: set pipeline_parallel_size=1"
+            )
+        raise StageEndError(hidden)
+
+    def enter_layers(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Give the first layer of the stage what the stage before has sent: a hook before its forward.
+
+        Raises:
+            ValueError: The layer is called by itself or twice, or gets other tensors that are computed from weights.
+        """
+        self._check_runs(layer)
+        (given, *others), rest = args or (kwargs.get("hidden_states"),), kwargs
+        if self._in_layers or not isinstance(given, Tensor) or (args == () and "hidden_states" not in kwargs):
+            raise ValueError(
+                f"pipeline_parallel_size: {class_name(layer)} is called more than once in a forward of {self._model}, "
+                "or gets no hidden states: set pipeline_parallel_size=1"
+            )
+        self._in_layers = True
+        beside = tree_leaves((others, {name: value for name, value in rest.items() if name != "hidden_states"}))
+        if any(isinstance(t, Tensor) and t.requires_grad for t in beside):
+            raise ValueError(
+                f"pipeline_parallel_size: {class_name(layer)} gets tensors beside its hidden states that are computed "
+                f"from weights of {self._model}, and stages send hidden states only: set pipeline_parallel_size=1"
+            )
+        if self._received is None:
+            return None
+        if given.shape != self._received.shape:
+            raise ValueError(
+                f"pipeline_parallel_size: {class_name(layer)} would get {list(given.shape)} in place of the "
+                f"{list(self._received.shape)} that the stage before has sent, as layers of {self._model} return more "
+                "than hidden states: set pipeline_parallel_size=1"
+            )
+        if args:
+            return (self._received, *others), kwargs
+        return args, {**kwargs, "hidden_states": self._received}
+
+    def _check_runs(self, module: nn.Module) -> None:
+        if not self._runs:
+            raise ValueError(
+                f"pipeline_parallel_size: {class_name(module)} is called by itself, and stages have parts of "
+                f"{self._model} only: call the whole model with labels, and take its loss"
+            )
+
+
+class AbsentModule:
+    """The forward of a module of an earlier stage that is no layer: NaN for an embedding, the input for others."""
+
+    def __init__(self, forward: StageForward, module: nn.Module, dtype: torch.dtype) -> None:
+        self._forward, self._module, self._dtype = forward, module, dtype
+        self._embeds = isinstance(module, nn.Embedding)
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        received = self._forward.before_layers(self._module)
+        if not self._embeds:
+            return x
+        # Gradients tell what is computed from an embedding and is no hidden state.
+        nan = torch.full((), torch.nan, dtype=self._dtype, device=received.device)
+        return nan.requires_grad_(torch.is_grad_enabled()).expand(received.shape)
+
+
+class AbsentLayer:
+    """The forward of a layer of an earlier stage, which returns its input."""
+
+    def __init__(self, forward: StageForward, layer: nn.Module) -> None:
+        self._forward, self._layer = forward, layer
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self._forward.before_layers(self._layer)
+        return hidden_states
+
+
+class NextLayer:
+    """The forward of a module of a later stage, which ends the forward of this one."""
+
+    def __init__(self, forward: StageForward, module: nn.Module) -> None:
+        self._forward, self._module = forward, module
+
+    def __call__(self, hidden_states: Any = None, *args: Any, **kwargs: Any) -> None:
+        self._forward.end(self._module, hidden_states)

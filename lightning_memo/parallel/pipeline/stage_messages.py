@@ -1,0 +1,85 @@
+"""Sends hidden states to the next stage of a pipeline, and their gradients to the one before."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MOST_DIMS: Final = 6
+
+
+class StageMessages:
+    """Point-to-point messages between neighbouring stages.
+
+    Sends do not wait; a message is received when it is asked for. NCCL sends what two ranks of a group send each other
+    one after the other, so that gradients have a group of their own: a stage that sends a hidden state and waits for a
+    gradient, and its neighbour that does the opposite, would wait for each other.
+
+    Args:
+        onward: The stages, in order, for hidden states.
+        back: The same stages, for gradients.
+        device: Device of this process.
+    """
+
+    def __init__(self, onward: dist.ProcessGroup, back: dist.ProcessGroup, device: torch.device) -> None:
+        self._onward, self._back, self.device = onward, back, device
+        self.stages, self.stage = dist.get_world_size(onward), dist.get_rank(onward)
+        self._sending: list[tuple[dist.Work, Tensor]] = []
+        self._shape: torch.Size | None = None
+        self._dtype = torch.float32
+        self._tells_shape = True
+
+    def begin(self) -> None:
+        """Begin a batch, whose hidden states all have one shape. The first message says which."""
+        self._shape, self._tells_shape = None, True
+
+    def send_hidden(self, hidden: Tensor) -> None:
+        """Begin to send the output of this stage's layers for a micro-batch to the next stage."""
+        hidden = hidden.detach().contiguous()
+        if self._tells_shape:
+            self._tells_shape = False
+            described = [_DTYPES.index(hidden.dtype), hidden.dim(), *hidden.shape]
+            described += [0] * (2 + _MOST_DIMS - len(described))
+            self._send(torch.tensor(described, device=self.device), self._onward, self.stage + 1)
+        self._send(hidden, self._onward, self.stage + 1)
+
+    def receive_hidden(self) -> Tensor:
+        """Return the input of this stage's layers for the next micro-batch, from the stage before."""
+        if self._shape is None:
+            described = torch.empty(2 + _MOST_DIMS, dtype=torch.int64, device=self.device)
+            dist.recv(described, group=self._onward, group_src=self.stage - 1)
+            dtype, dims, *sizes = described.tolist()
+            self._shape, self._dtype = torch.Size(sizes[:dims]), _DTYPES[dtype]
+        hidden = torch.empty(self._shape, dtype=self._dtype, device=self.device)
+        dist.recv(hidden, group=self._onward, group_src=self.stage - 1)
+        return hidden
+
+    def send_gradient(self, gradient: Tensor) -> None:
+        """Begin to send the gradient of the input of this stage's layers to the stage before."""
+        self._send(gradient.contiguous(), self._back, self.stage - 1)
+
+    def receive_gradient(self, hidden: Tensor) -> Tensor:
+        """Return the gradient of an output of this stage's layers, from the next stage."""
+        gradient = torch.empty(hidden.shape, dtype=hidden.dtype, device=self.device)
+        dist.recv(gradient, group=self._back, group_src=self.stage + 1)
+        return gradient
+
+    def share_from_last(self, value: Tensor) -> Tensor:
+        """Return the last stage's value of a number, on all stages."""
+        dist.broadcast(value, group=self._onward, group_src=self.stages - 1)
+        return value
+
+    def settle(self) -> None:
+        """Wait until everything has been sent."""
+        for work, _ in self._sending:
+            work.wait()
+        self._sending.clear()
+
+    def _send(self, t: Tensor, group: dist.ProcessGroup, to: int) -> None:
+        self._sending = [(work, sent) for work, sent in self._sending if not work.is_completed()]
+        if (work := dist.isend(t, group=group, group_dst=to)) is not None:
+            self._sending.append((work, t))  # which must live until it is sent

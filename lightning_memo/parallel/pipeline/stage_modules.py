@@ -1,0 +1,178 @@
+"""Which modules of a model belong to which stage of a pipeline, and what a stage keeps of the others."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_memo.parallel.batches.loss_arguments import takes_loss_arguments
+from lightning_memo.parallel.pipeline.divide_layers import divide_layers
+from lightning_memo.parallel.pipeline.stage_forward import AbsentLayer, AbsentModule, NextLayer, StageForward
+from lightning_memo.utils.class_names import class_name
+from lightning_memo.utils.find_layers import find_hugging_face, find_text_model, select_stacks
+
+
+@dataclass(frozen=True)
+class StagedModel:
+    """A model of transformers as a pipeline sees it.
+
+    Attributes:
+        model: The model.
+        layers: Its repeated layers, in order.
+        before: Modules with weights of their own that are registered before the layers.
+        after: Those behind the layers.
+    """
+
+    model: nn.Module
+    layers: tuple[nn.Module, ...]
+    before: tuple[nn.Module, ...]
+    after: tuple[nn.Module, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, layers: str | Sequence[str] | None) -> StagedModel:
+        """Return the model inside of a module.
+
+        Args:
+            module: The module that is trained.
+            layers: As the setting `layers` of the strategy.
+
+        Raises:
+            ValueError: The module has parts that cannot be assigned to stages.
+        """
+        hosts = find_hugging_face(module)
+        if len(hosts) != 1 or not takes_loss_arguments(module) or find_text_model(module) is not None:
+            held = ", ".join(map(class_name, hosts)) or "none"
+            raise ValueError(
+                "pipeline_parallel_size divides one causal language model of transformers whose loss takes "
+                f"num_items_in_batch, and {class_name(module)} holds {held}: set pipeline_parallel_size=1"
+            )
+        model = hosts[0]
+        stack = select_stacks(module, layers, alone=True)[0].layers
+        in_layers = {m for layer in stack for m in layer.modules()}
+        before, after = _around(model, in_layers)
+        _check_parts(module, model, stack, in_layers, {*before, *after})
+        return cls(model, stack, tuple(before), tuple(after))
+
+    @property
+    def tied(self) -> bool:
+        """Whether a module before the layers and one behind them share a weight."""
+        first = {id(p) for m in self.before for p in m.parameters(recurse=False)}
+        return any(id(p) in first for m in self.after for p in m.parameters(recurse=False))
+
+    def divide(self, stages: int, given: Sequence[int] | None) -> tuple[int, ...]:
+        """Return the number of layers of each stage.
+
+        Without numbers, layers are divided by their weights, each of which is a multiplication for each token. The
+        weights behind the layers (the head) count for the last stage; an embedding costs nothing.
+
+        Args:
+            stages: Number of stages.
+            given: The numbers that the user gives; `None` to divide by cost.
+
+        Raises:
+            ValueError: There are more stages than layers, other numbers are given, or a stage has nothing to train.
+        """
+        count = len(self.layers)
+        if given is not None and (len(given) != stages or sum(given) != count):
+            raise ValueError(
+                f"pipeline_layers={list(given)} does not divide the {count} layers of {class_name(self.model)} over "
+                f"pipeline_parallel_size={stages}: give {stages} numbers whose sum is {count}, or None"
+            )
+        if stages > count:
+            raise ValueError(
+                f"pipeline_parallel_size={stages} is more than the {count} layers of {class_name(self.model)}: give at "
+                f"most {count}"
+            )
+        head = float(sum(p.numel() for m in self.after for p in m.parameters(recurse=False)))
+        costs = [float(sum(p.numel() for p in layer.parameters())) for layer in self.layers]
+        counts = tuple(given) if given is not None else divide_layers(costs, stages, after=head)
+        self._check_trained(counts)
+        return counts
+
+    def _check_trained(self, counts: Sequence[int]) -> None:
+        stops = [0, *itertools.accumulate(counts)]
+        parts: list[list[nn.Module]] = [list(self.layers[a:b]) for a, b in itertools.pairwise(stops)]
+        parts[0] += self.before
+        parts[-1] += self.after
+        trained = [any(p.requires_grad for m in part for p in m.parameters()) for part in parts]
+        if any(trained) and not all(trained):
+            stage = trained.index(False)
+            raise ValueError(
+                f"pipeline_parallel_size={len(counts)}: stage {stage}, with {counts[stage]} layers of "
+                f"{class_name(self.model)}, has no weights that are trained, and optimizers need some: give "
+                "pipeline_layers so that each stage has some, or set fewer stages"
+            )
+
+    def keep(self, stage: int, counts: Sequence[int]) -> StageForward:
+        """Take the weights of other stages out of the model.
+
+        Args:
+            stage: Number of the stage that is kept.
+            counts: Number of layers of each stage.
+        """
+        forward = StageForward(class_name(self.model))
+        first = sum(counts[:stage])
+        behind = first + counts[stage]
+        if stage > 0:
+            for m in self.before:
+                dtype = next(m.parameters(recurse=False)).dtype
+                _empty(m, AbsentModule(forward, m, dtype))
+        for layer in self.layers[:first]:
+            _empty(layer, AbsentLayer(forward, layer))
+        for module in (*self.layers[behind:], *(self.after if stage < len(counts) - 1 else ())):
+            _empty(module, NextLayer(forward, module))
+        self.layers[first].register_forward_pre_hook(forward.enter_layers, with_kwargs=True)
+        return forward
+
+
+def _around(model: nn.Module, in_layers: set[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the modules with weights of their own before and behind the layers, in the order of registration."""
+    before: list[nn.Module] = []
+    after: list[nn.Module] = []
+    found = before
+    for m in model.modules():
+        if m in in_layers:
+            found = after
+        elif any(True for _ in m.parameters(recurse=False)):
+            found.append(m)
+    return before, after
+
+
+def _check_parts(
+    module: nn.Module, model: nn.Module, stack: Sequence[nn.Module], in_layers: set[nn.Module], around: set[nn.Module]
+) -> None:
+    """Refuse weights that belong to no stage, or to several.
+
+    Raises:
+        ValueError: There are such weights.
+    """
+    users = Counter(p for layer in stack for p in set(layer.parameters()))
+    shared = any(count > 1 for count in users.values()) or any(p in users for m in around for p in m.parameters(False))
+    what = "weights that several layers use" if shared else ""
+    for name, m in module.named_modules():
+        is_known = m in in_layers or (m in around and in_layers.isdisjoint(m.modules()))
+        if not what and not is_known and _has_weights(m):
+            what = f"weights in {name or class_name(m)}"
+    if what:
+        raise ValueError(
+            f"pipeline_parallel_size: {class_name(module)} has {what}, which belong to no stage: keep weights before, "
+            f"in or behind the layers of {class_name(model)}, or set pipeline_parallel_size=1"
+        )
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
+
+
+def _empty(module: nn.Module, forward: Any) -> None:
+    """Take all weights and buffers out of a module, and give it another forward."""
+    for m in module.modules():
+        for table in (m._parameters, m._buffers):
+            for name in table:
+                table[name] = None
+    module.forward = forward

@@ -1,0 +1,41 @@
+"""Weights that the first and the last stage of a pipeline share: an embedding that is also the head."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_memo.parallel.local_tensors import local_part
+from lightning_memo.parallel.pipeline.stage_modules import StagedModel
+
+
+class TiedWeights:
+    """The tied weights of this process. Both stages begin with equal values, and add up their gradients.
+
+    Args:
+        ends: This process and the one with the other copy; `None` between the first and the last stage.
+    """
+
+    def __init__(self, ends: dist.ProcessGroup | None) -> None:
+        self._ends = ends
+        self._places: list[tuple[nn.Module, str]] = []
+
+    def find(self, staged: StagedModel, stage: int, stages: int) -> None:
+        """Find the tied weights of a model, before other stages' weights are taken out of it."""
+        kept = {0: staged.before, stages - 1: staged.after}.get(stage, ())
+        others = staged.after if stage == 0 else staged.before
+        shared = {id(p) for m in others for p in m.parameters(recurse=False)}
+        self._places = [(m, name) for m in kept for name, p in m.named_parameters(recurse=False) if id(p) in shared]
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return any(getattr(m, name) is parameter for m, name in self._places)
+
+    def add_gradients(self) -> None:
+        """Give both copies of each weight the sum of their gradients. Both stages call this."""
+        for module, name in self._places:
+            parameter = getattr(module, name)
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(local_part(parameter.grad), group=self._ends)

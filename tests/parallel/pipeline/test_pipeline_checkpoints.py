@@ -1,0 +1,71 @@
+"""Checkpoints and exports of pipelines: any other sizes go on where the run stopped, Adam state included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from support.markers.slow import slow_if
+from support.parallel_training import Outcome, Run, train, train_alone
+from support.processes import run_in_processes
+from transformers import AutoModelForCausalLM
+
+SAVED_AFTER = 2
+SIZES: dict[str, tuple[int, dict[str, Any]]] = {
+    "pp2": (2, {"pipeline_parallel_size": 2}),
+    "pp3": (3, {"pipeline_parallel_size": 3, "pipeline_layers": [1, 2, 1]}),
+    "one": (1, {}),
+    "dp2": (2, {"zero_stage": 3}),
+}
+
+
+def _run_of(family: str) -> Run:
+    return Run(family=family, tokens=45, batch=4, clip=0.5, steps=4, layers=4)
+
+
+def _train(family: str, sizes: str, checkpoint: str, resume: bool) -> Outcome:
+    run, settings = _run_of(family), SIZES[sizes][1] | {"alpha": 0.5}
+    if resume:
+        return train(run, settings, ckpt_path=f"{checkpoint}/saved-step={SAVED_AFTER}.ckpt", skip=SAVED_AFTER)
+    saving = ModelCheckpoint(
+        dirpath=checkpoint, filename="saved-{step}", every_n_train_steps=SAVED_AFTER, save_top_k=-1
+    )
+    return train(run, settings, callbacks=[saving])
+
+
+def _losses(family: str, sizes: str, checkpoint: Path, resume: bool) -> list[float]:
+    size = SIZES[sizes][0]
+    outcomes: list[Outcome] = run_in_processes(size, _train, family, sizes, str(checkpoint), resume)
+    return [sum(losses) / size for losses in zip(*(o.losses for o in outcomes), strict=True)]
+
+
+@slow_if(lambda of, to: (of, to) not in {("pp2", "one"), ("one", "pp2")})
+@pytest.mark.parametrize("family", ["llama_tied"])
+@pytest.mark.parametrize(
+    ("of", "to"), [("pp2", "one"), ("one", "pp2"), ("pp2", "pp3"), ("pp2", "dp2"), ("dp2", "pp2"), ("pp2", "pp2")]
+)
+def test_goes_on_with_other_sizes(family: str, of: str, to: str, tmp_path: Path) -> None:
+    _losses(family, of, tmp_path, resume=False)
+    resumed = _losses(family, to, tmp_path, resume=True)  # whose first batch is profiled again
+    assert resumed == pytest.approx(train_alone(_run_of(family)).losses[SAVED_AFTER:], rel=1e-6)
+
+
+def _export(family: str, folder: str) -> Outcome:
+    def export(trainer: Any) -> dict[str, Any]:
+        trainer.strategy.save_pretrained(folder)
+        return {}
+
+    return train(_run_of(family), SIZES["pp2"][1] | {"alpha": 0.5}, export)
+
+
+@slow_if(lambda family: family == "llama_gqa")
+@pytest.mark.parametrize("family", ["llama_gqa", "llama_tied"])
+def test_a_trained_model_is_exported(family: str, tmp_path: Path) -> None:
+    outcomes: list[Outcome] = run_in_processes(2, _export, family, str(tmp_path / "model"))
+    trained = {name.removeprefix("model."): t for outcome in outcomes for name, t in outcome.weights.items()}
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
+    assert exported.keys() == trained.keys()
+    assert all(torch.equal(exported[name], t) for name, t in trained.items())
