@@ -80,6 +80,10 @@ class CallProfile:
         """Return the bytes of these kinds of tensors in slots, for all tokens."""
         return sum(item.slot_bytes for item in self.saved if item.kind in kinds) * self.tokens // self.slice_tokens
 
+    def store_exactly(self) -> None:
+        """Compress nothing: layers that run as one slice store all tensors as they are."""
+        self.saved = [replace(item, swapped_bytes=None) for item in self.saved]
+
 
 class StepProfile:
     """The profile of a step in which every layer is recomputed. The engine fills it while the step runs.
@@ -197,11 +201,6 @@ class StepProfile:
             call.seen.add(t, None)
             per_token = is_per_token(t, layer, (call.slice_tokens, call.batch * call.slice_tokens))
             call.saved.append(SavedBytes(kind, t.nbytes, per_token, swapped_bytes))
-
-    def store_exactly(self) -> None:
-        """Compress nothing: layers that run as one slice store all tensors as they are."""
-        for call in self.calls.values():
-            call.saved = [replace(item, swapped_bytes=None) for item in call.saved]
 
     def now(self) -> Moment:
         """Return the present point in time."""

@@ -171,7 +171,8 @@ class ActivationPlanner(MetersSteps):
         first = earlier is None
         self._agree_on_layers(first)
         if self._engine.layer_classes.why_whole:
-            profile.store_exactly()
+            for call in profile.in_order():
+                call.store_exactly()
         # Calls of a later stack may have been larger than this batch's; the size of a batch shows at its first call.
         profile.extend(self._engine.limits.largest)
         if (in_flight := self._engine.micro_batches.in_flight) is not None:
