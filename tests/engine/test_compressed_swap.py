@@ -219,7 +219,8 @@ def test_layers_that_run_whole_stay_exact() -> None:
         under_test.profile_step(batch)
         assert under_test.engine.layer_classes.why_whole
         assert under_test.profile is not None
-        under_test.profile.store_exactly()
+        for call in under_test.profile.in_order():
+            call.store_exactly()
         under_test.load(1.0)
         assert_equal(under_test.step(batch), plain)
         under_test.assert_as_planned()
