@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.devices import DEVICE
 from support.families import FAMILIES, PlainBlock, PlainModel, make_batch
 from support.harness import (
@@ -196,6 +198,73 @@ def test_what_is_not_finite_stays_so() -> None:
         model.blocks[0].up.weight.data[5] = float("inf")
         step = under_test.step(batch)
     assert not step.gradients["blocks.0.down.weight"].isfinite().any()
+
+
+class Between(nn.Module):
+    """A function between two products."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.function = nn.Linear(32, 64), nn.Linear(64, 32), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.function(self.up(x)))
+
+
+class Sorted(torch.autograd.Function):
+    """Saves indices as floats."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        order = x.argsort(-1)
+        ctx.save_for_backward(order.to(x.dtype))
+        return x.gather(-1, order)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (order,) = ctx.saved_tensors
+        return torch.zeros_like(gradient).scatter_(-1, order.long(), gradient)
+
+
+EXACT: dict[str, Callable[[Tensor], Tensor]] = {
+    "exponentials of differences": lambda h: h - torch.logsumexp(h + 300.0, -1, keepdim=True),
+    "comparisons": lambda h: h / (1 + h.abs().amax(-1, keepdim=True)),
+    "a mean": lambda h: F.layer_norm(h + 100.0, (64,)),
+    "a pole": lambda h: torch.atanh(0.999 * torch.tanh(2 * h)),
+    "thresholds": lambda h: h.clamp(-1.0, 1.0),
+    "indices": Sorted.apply,
+    "masks of floats": lambda h: F.dropout(h, 0.05),
+    "saved by a product first": lambda h: h * h.sigmoid() + torch.logsumexp(h + 300.0, -1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_is_no_factor_is_exact(name: str) -> None:
+    torch.manual_seed(0)
+    model, batch = on_device(PlainModel([Between(EXACT[name]) for _ in range(4)])), make_batch(2, 48)
+    plain = loss_and_gradients(model, batch)
+    step, _ = planned_steps(model, batch, alpha=1.0)
+    assert torch.equal(step.loss, plain.loss)
+    assert 1e-4 < step.distance(plain) <= ONE_VALUE / 2, step.distance(plain)
+    alike = [float((step.gradients[n] * g).sum() / (g * g).sum()) for n, g in plain.gradients.items() if "up." in n]
+    assert all(abs(ratio - 1) < ONE_VALUE / 4 for ratio in alike), alike  # errors cancel
+
+
+class WeightFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32) / 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.linear(x, self.weight * 1.1)
+
+
+def test_functions_of_weights_are_exact_whatever_the_number_of_tokens() -> None:
+    torch.manual_seed(0)
+    model, batch = on_device(PlainModel([WeightFunction() for _ in range(4)])), make_batch(2, 32)
+    plain = loss_and_gradients(model, batch)
+    step, _ = planned_steps(model, batch, alpha=1.0)
+    assert step.distance(plain) <= 1e-6
 
 
 class OwnAttention(nn.Module):

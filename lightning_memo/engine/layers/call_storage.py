@@ -17,7 +17,7 @@ from lightning_memo.engine.memory.resident_tensors import ResidentTensors
 from lightning_memo.engine.memory.slot import SlotView
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.saved_tensors.call_arguments import CallArguments
-from lightning_memo.engine.saved_tensors.compression import Compression
+from lightning_memo.engine.saved_tensors.compression import Compression, SavingFunction
 from lightning_memo.engine.saved_tensors.offload_group import Handle, OffloadGroup, OffloadGroups
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import WrappedHandle, is_opaque, is_wrapped
 from lightning_memo.parallel.local_tensors import local_part
@@ -190,10 +190,18 @@ class SliceStorage:
         self._compression = call.compression(part, x)
         self.products: dict[str, Handle] = {}
 
+    @property
+    def saving(self) -> SavingFunction | None:
+        """Has to be entered while the slice's forward runs, if anything is compressed; `None` if nothing is."""
+        return None if self._compression is None else self._compression.saving
+
     def find(self, t: Tensor) -> Handle | None:
-        """Return the handle of a tensor whose bytes are stored already; `None` if they are not."""
+        """Return the handle of a tensor whose bytes are stored already, as exact as needed; `None` if they are not."""
         known = self.group.find(t)
-        return self._call.resident.find(t) if known is None else known
+        if known is None:
+            return self._call.resident.find(t)
+        compressed = isinstance(known, SlotView) and known.compressed
+        return None if compressed and self.swapped_bytes(t) is None else known
 
     def store(self, kind: str, t: Tensor, by_autograd: bool = False, compress: bool = False) -> Handle:
         """Store a tensor where the slice's tensors of its kind are stored."""
@@ -203,8 +211,7 @@ class SliceStorage:
     def store_once(self, kind: str, t: Tensor) -> Handle:
         """Store a tensor as it is unless its bytes are stored already."""
         known = self.find(t)
-        exact = not (isinstance(known, SlotView) and known.compressed)
-        return known if known is not None and exact else self.store(kind, t)
+        return known if known is not None else self.store(kind, t)
 
     def store_parts(self, t: Tensor) -> WrappedHandle:
         """Store the parts of a tensor that is made of other tensors."""

@@ -51,7 +51,7 @@ class CallProfile:
         products: The matrix products that the recomputation of the first slice computes.
         windows: The window of each attention call; `None` if it sees all earlier keys.
         marks: Points in time, by name.
-        seen: The storages that have been counted.
+        seen: The storages that have been counted, and whether they are compressed if they are swapped.
         batch: Number of sequences in the layer's input.
         tokens: Number of tokens in each sequence.
         slice_tokens: Number of tokens in the first slice.
@@ -64,7 +64,7 @@ class CallProfile:
     products: list[ProductProfile] = field(default_factory=list)
     windows: list[int | None] = field(default_factory=list)
     marks: dict[str, list[Moment]] = field(default_factory=dict)
-    seen: Registry[None] = field(default_factory=Registry)
+    seen: Registry[bool] = field(default_factory=Registry)
 
     def seconds(self, name: str) -> float:
         """Return the sum of the times from `{name}_begin` to `{name}_end`; 0 if there are none."""
@@ -189,6 +189,8 @@ class StepProfile:
     ) -> None:
         """Add a tensor that would be stored if its slice were swapped; each of its bytes counts once.
 
+        A tensor that is saved compressed, and then by a function that needs exact values, is stored twice.
+
         Args:
             index: Position of the layer call.
             t: The tensor.
@@ -197,8 +199,9 @@ class StepProfile:
             swapped_bytes: Its bytes in a slot if it is compressed there; `None` if it is not.
         """
         call = self._call(index)
-        if t.numel() and call.seen.find(t) is None:
-            call.seen.add(t, None)
+        known = call.seen.find(t) if t.numel() else (False, 0)
+        if known is None or (known[0] and swapped_bytes is None):
+            call.seen.add(t, swapped_bytes is not None)
             per_token = is_per_token(t, layer, (call.slice_tokens, call.batch * call.slice_tokens))
             call.saved.append(SavedBytes(kind, t.nbytes, per_token, swapped_bytes))
 

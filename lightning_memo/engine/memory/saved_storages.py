@@ -131,9 +131,9 @@ class Registry(Generic[Value]):
         self._entries: dict[int, list[_Entry[Value]]] = {}
 
     def find(self, t: Tensor) -> tuple[Value, int] | None:
-        """Return the value of the range that contains `t`, and the offset of `t` in that range in bytes, or `None`."""
+        """Return the value of the newest range that contains `t`, and the offset of `t` in it in bytes, or `None`."""
         start, stop = byte_range(t)
-        for entry in self._entries.get(t.untyped_storage()._cdata, ()):
+        for entry in reversed(self._entries.get(t.untyped_storage()._cdata, ())):
             if not entry.storage.expired() and entry.covers(start, stop, t):
                 return entry.value, start - entry.start
         return None

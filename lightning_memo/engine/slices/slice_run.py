@@ -97,6 +97,8 @@ class SliceRun:
                 stack.enter_context(ProductMode(run.call.layer, self.storage.store_product))
             if self.recomputes and run.chooses:
                 stack.enter_context(NotedChoices(self.choices.append, run.arguments))
+            if self.storage.saving is not None:
+                stack.enter_context(self.storage.saving)
             self._in_forward = True
             with refusing_transforms(run.call.name):
                 yield

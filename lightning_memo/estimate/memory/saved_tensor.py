@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 from lightning_memo.artifacts.compressed_layout import BLOCK, compressed_bytes
 
-_OF_ATTENTION: Final = ("query", "key", "value")
+_EXACT: Final = ("query", "key", "value", "residual", "tanh")  # of attention, and of a norm that subtracts a mean
 _LEAST_SHARE: Final = 4  # of the layer's input, as in `lightning_memo.engine.saved_tensors.compression`
 
 
@@ -33,6 +33,6 @@ class SavedTensor:
             hidden: Elements per token of the layer's input.
         """
         small = _LEAST_SHARE * self.width < hidden or self.element_bytes < 2
-        if self.kind != "other" or self.name in _OF_ATTENTION or small:
+        if self.kind != "other" or self.name in _EXACT or small:
             return None
         return -(-self.width * compressed_bytes(BLOCK, self.element_bytes) // BLOCK)
