@@ -229,7 +229,7 @@ class SliceStorage:
 
     def store_other(self, t: Tensor) -> Handle:
         """Store a tensor that is no input, no output and no operand of attention."""
-        return self._store_other(t, compress=self._compression is not None and self._compression.covers(t))
+        return self._store_other(t, compress=self.swapped_bytes(t) is not None)
 
     def _store_other(self, t: Tensor, compress: bool = False) -> Handle:
         return t.detach() if is_opaque(t) else self.store("other", t, by_autograd=True, compress=compress)

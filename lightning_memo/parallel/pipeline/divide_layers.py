@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 
-def divide_layers(costs: Sequence[float], stages: int, before: float = 0.0, after: float = 0.0) -> tuple[int, ...]:
+def divide_layers(costs: Sequence[float], stages: int, after: float = 0.0) -> tuple[int, ...]:
     """Return the number of layers of each stage, so that the stage that costs most costs as little as possible.
 
     Among divisions with the same largest cost, the one with the smallest sum of squared costs is taken.
@@ -14,14 +14,13 @@ def divide_layers(costs: Sequence[float], stages: int, before: float = 0.0, afte
     Args:
         costs: Cost of each layer, in order.
         stages: Number of stages, at most as many as layers.
-        before: Cost of what the first stage computes before its layers.
         after: Cost of what the last stage computes after its layers.
     """
     layers = len(costs)
     sums = [0.0, *itertools.accumulate(costs)]
 
     def cost(stage: int, start: int, stop: int) -> float:
-        return sums[stop] - sums[start] + before * (stage == 0) + after * (stage == stages - 1)
+        return sums[stop] - sums[start] + after * (stage == stages - 1)
 
     # Best division of the first `stop` layers over the first stages: largest cost, sum of squares, number of layers.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}

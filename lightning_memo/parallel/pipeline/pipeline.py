@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -21,7 +20,6 @@ from lightning_memo.parallel.pipeline.stage_messages import StageMessages
 from lightning_memo.parallel.pipeline.stage_modules import StagedModel
 from lightning_memo.parallel.pipeline.stage_order import most_in_flight
 from lightning_memo.parallel.pipeline.tied_weights import TiedWeights
-from lightning_memo.parallel.zero.zero_sharding import accumulating
 from lightning_memo.utils.find_layers import find_hugging_face
 
 
@@ -69,15 +67,12 @@ class Pipeline:
         """Return the model inside of a divided module, and what is to be called in place of its forward."""
         model = find_hugging_face(module)[0]
         forward: StageForward = getattr(model, STAGE)
-        zero = self._config.zero_stage
         self._run = PipelinedModel(
             model,
             forward,
             self._messages,
             self._config.micro_batch_size,
-            self._sizes.shards,
             self._agree,
-            functools.partial(accumulating, module, zero),
             self._tied.add_gradients,
         )
         return model, self._run

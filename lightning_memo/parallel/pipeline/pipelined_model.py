@@ -9,7 +9,6 @@ backward of this loss: see `held_gradients.py`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -42,7 +41,7 @@ class StageEngine(Protocol):
 
         Args:
             batch: Number of its sequences.
-            tokens: Number of tokens of each of them that a layer of this process gets.
+            tokens: Number of tokens of each of them.
         """
 
     def begin_micro_batch(self, number: int, alone: bool) -> None:
@@ -90,9 +89,7 @@ class PipelinedModel:
         forward: The state of its forward.
         messages: Sends hidden states and gradients.
         micro_batch_size: Rows of a micro-batch.
-        shards: Number of processes that divide the tokens between the blocks of a layer.
         agree: Returns whether any process of the run says so.
-        accumulating: Within this context, backwards are not the last of a batch.
         after_backward: Called after the last backward of a batch, with its gradients in the parameters.
 
     Attributes:
@@ -107,14 +104,12 @@ class PipelinedModel:
         forward: StageForward,
         messages: StageMessages,
         micro_batch_size: int,
-        shards: int,
         agree: Callable[[bool], bool],
-        accumulating: Callable[[], contextlib.AbstractContextManager[None]],
         after_backward: Callable[[], None],
     ) -> None:
         self._model, self._forward, self._messages = model, forward, messages
-        self._micro_batch_size, self._shards = micro_batch_size, shards
-        self._agree, self._accumulating, self._after_backward = agree, accumulating, after_backward
+        self._micro_batch_size = micro_batch_size
+        self._agree, self._after_backward = agree, after_backward
         self.engine: StageEngine | None = None
         self.before_backward: Callable[[], None] = lambda: None
         self.drops_gradients: Callable[[], bool] = lambda: False
@@ -174,19 +169,17 @@ class PipelinedModel:
 
     def _profiles(self, micro_batch: dict[str, Any]) -> bool:
         """Return whether any process has to profile a micro-batch. Then all of them run one at a time."""
-        rows, tokens = batch_size(micro_batch)
-        return self._agree(self.engine is not None and self.engine.profiles(rows, tokens // self._shards))
+        return self._agree(self.engine is not None and self.engine.profiles(*batch_size(micro_batch)))
 
     # ---- one batch
 
-    def _run(self, order: Sequence[StageAction], run: Callable[[StageAction, bool], Tensor | None]) -> Tensor:
+    def _run(self, order: Sequence[StageAction], run: Callable[[StageAction], Tensor | None]) -> Tensor:
         """Run the forwards and backwards of a batch, and return its loss."""
-        last = max((action.micro_batch for action in order if action.backward), default=-1)
         losses = []
         for action in order:
             if action.backward and action.micro_batch == 0:
                 self.before_backward()
-            loss = run(action, action.micro_batch == last)
+            loss = run(action)
             if loss is not None:
                 losses.append(loss)
         self._messages.settle()
@@ -198,7 +191,6 @@ class PipelinedModel:
         forward: Callable[..., Any],
         micro_batches: Sequence[dict[str, Any]],
         action: StageAction,
-        last: bool,
         alone: bool = True,
     ) -> Tensor | None:
         """Run a forward or a backward. Returns the loss of a forward on the last stage."""
@@ -206,8 +198,7 @@ class PipelinedModel:
             self.engine.begin_micro_batch(action.micro_batch, alone)
         if not action.backward:
             return self._run_forward(forward, micro_batches[action.micro_batch], action.micro_batch)
-        with contextlib.nullcontext() if last else self._accumulating():
-            self._run_backward(action.micro_batch)
+        self._run_backward(action.micro_batch)
         return None
 
     def _run_forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Tensor | None:

@@ -126,13 +126,10 @@ def _work(call: CallCosts, plan: CallPlan, costs: StorageCosts, budget: StorageB
     by_kind = _by_kind(call, plan, costs.tokens)
     _check_kinds(by_kind, costs.tokens)
     held = {"keep": 0, "swap": 0, "spill": 0}
-    sizes, moved = dict(zip(call.kinds, call.sizes, strict=True)), 0
     for r in plan.ranges:
-        size = sizes[r.kind]
-        if r.kind == "all" and r.place != "keep":
-            moved += r.stop - r.start
-            size = size if call.swapped_other_bytes is None else call.swapped_other_bytes
+        size = dict(zip(call.kinds, call.sizes_in(r.place), strict=True))[r.kind]
         held[r.place] += -(-size * (r.stop - r.start) // costs.tokens)
+    moved = sum(r.stop - r.start for r in plan.ranges if r.kind == "all" and r.place != "keep")
     if held["spill"] and budget.nvme is None:
         _refuse(ScheduleFault.SPILL, f"{held['spill']} bytes")
     recomputed = sum(stop - start for start, stop in _gaps(by_kind["all"], costs.tokens))
