@@ -7,7 +7,7 @@ EXTRAS := $(CURDIR)/$(VENV)/extras
 EXTRAS_INSTALLED := $(VENV)/.extras_installed
 EXTRAS_TESTS := tests/strategy/test_quantised.py tests/strategy/test_float8.py tests/kernels/test_liger.py
 WORKERS := -n 2 --dist worksteal
-# `make test-slow test-cuda PART=2/4` runs the second quarter of the cases that repeat what `make test` covers.
+# `make test-slow test-cuda PART=2/6` runs the second sixth of the cases that repeat what `make test` covers.
 PARTED = $(if $(PART),--part $(PART))
 # The environment with the CUDA build of torch and the emulated device.
 CUDA_VENV := .cuda/venv
@@ -26,7 +26,7 @@ demo: $(INSTALLED)
 # files, so that fixtures and process pools are reused, and takes half of the other's remaining tests when it has finished.
 # Bytecode is cached even if the environment forbids it, because the tests start hundreds of processes.
 #
-# The cases that are marked slow combine settings that others cover one by one, or draw more at random.
+# The cases that are marked slow combine settings that others cover one by one, draw more at random, or run a benchmark.
 test test-slow: export EXTRAS_REQUIRED = 1
 test test-slow: export OMP_NUM_THREADS = 1
 test test-slow: export PYTHONDONTWRITEBYTECODE =
@@ -44,7 +44,8 @@ test-cuda: export PYTHONDONTWRITEBYTECODE =
 test-cuda: export EMULATED_CUDA_DEVICES = 4
 test-cuda: $(CUDA_INSTALLED)
 	$(CUDA_RUN) tests/emulated_cuda/build.py $(CUDA_HEADERS)
-	$(CUDA_RUN) -m pytest $(WORKERS) tests/emulated_cuda tests/gpu
+	$(CUDA_RUN) -m pytest $(WORKERS) -m "not slow" tests/emulated_cuda tests/gpu
+	$(CUDA_RUN) -m pytest $(WORKERS) $(PARTED) -m slow tests/gpu
 	PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True $(CUDA_RUN) -m pytest tests/gpu/test_cuda_allocator.py \
 		tests/gpu/test_cuda_allocator_training.py
 	TEST_DEVICE=cuda $(CUDA_RUN) -m pytest $(WORKERS) $(PARTED) -m "not slow" $$(grep -v '^#' tests/emulated_cuda/also_on_cuda.txt)

@@ -2,6 +2,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from support.markers.slow import slow_if
 
 from lightning_memo.allocator.allocator_library import SOURCE_FOLDER
 from lightning_memo.utils import native_build as native
@@ -35,6 +36,7 @@ def need_sanitizer(folder, flags):
         pytest.skip(f"programs with {' '.join(flags)} can't be built or run here")
 
 
+@slow_if(lambda case_id: case_id == "plain")
 @pytest.mark.parametrize(
     ("flags", "rounds"),
     [

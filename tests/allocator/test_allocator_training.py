@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from support import warm
 from support.markers.extras import needs_compiler
@@ -86,6 +87,7 @@ def test_batches_of_other_sizes_cost_misses_and_nothing_else(allocator):
     assert allocator.stats().hits > 0 and allocator.stats().miss_size > 0
 
 
+@pytest.mark.slow
 def test_the_benchmark_writes_a_report(tmp_path):
     script = Path(__file__).parents[2] / "benchmarks" / "allocator.py"
     command = [warm.tools() / "python", script, "--quick", "--repeats", "2", "--output", tmp_path]

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 CPU = ("--device", "cpu", "--quick")
 
@@ -18,6 +20,7 @@ def run(*options: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
+@pytest.mark.slow
 def test_what_is_stored_whole_is_as_plain_training_and_slices_round(tmp_path: Path) -> None:
     done = run(*CPU, "--full", "--runs", "alpha 1", "slices, all on the host", "--output", tmp_path)
     assert done.returncode == 0, done.stderr

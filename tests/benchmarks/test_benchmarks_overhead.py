@@ -13,6 +13,7 @@ from support.paths import ROOT
 SIZES = ("--shapes", "2x32", "--lengths", "16", "--rounds", "3", "--turn-seconds", "0.02")
 
 
+@pytest.mark.slow
 def test_methods_take_turns_and_are_compared(tmp_path: Path) -> None:
     path = tmp_path / "overhead.json"
     process = subprocess.run(

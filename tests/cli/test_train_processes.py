@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import HASTY_MODULE, ROOT, TINY_RUN, WITHOUT_REPORT, errors, lightning, run, torchrun
+from support.markers.slow import slow_if
 
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.cli.hydra_command import config_dir
@@ -83,6 +84,7 @@ def test_fpdt_is_one_word(tmp_path, train):
     assert metrics(both, "train_loss") == pytest.approx(metrics(alone, "train_loss"), rel=1e-5)
 
 
+@slow_if(lambda experiment: experiment == "demo_expert_parallel")
 @pytest.mark.parametrize(("experiment", "processes"), [("demo_expert_parallel", 2), ("demo_hybrid", 1)])
 def test_other_models_beat_the_unigram_entropy(tmp_path, experiment, processes):
     (tmp_path / "texts").mkdir()

@@ -55,7 +55,7 @@ WAYS = [(4, "attention", 1), (8, "all", 1), (11, "all", 14), (11, "attention", 6
 
 @slow_if(
     lambda family, slices, block_tokens: (
-        family in ("llama", "llama_lora")
+        family in ("llama", "llama_lora", "mixtral")
         or block_tokens == 61
         or (family, slices) in {("mistral_window", 8), ("block_dropout", 11)}
     )

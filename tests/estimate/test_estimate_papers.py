@@ -120,6 +120,7 @@ def test_numbers_of_a_cell_agree() -> None:
     assert {key[:2] for key in wrong} <= {key[1:] for key in paper_cells.ERRORS}
 
 
+@pytest.mark.slow
 def test_constants_are_what_the_fit_finds() -> None:
     """Starting values are off by a tenth to a factor of two.
 

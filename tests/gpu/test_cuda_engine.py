@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from support.devices import needs_real_gpu
+from support.markers.slow import slow_if
 from support.samples.cuda import FARTHER, MIB, TOKENS, VOCABULARY, Batch, distance, gradients, make_batch, make_model
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -50,6 +51,7 @@ def load(engine: Engine, alpha: float, slice_tokens: int | None = None, attentio
     engine.load(plan, profile.batch * profile.tokens)
 
 
+@slow_if(lambda window, padded, slice_tokens: slice_tokens is None and (window is None) != padded)
 @pytest.mark.parametrize(
     ("attention", "window", "padded"),
     [*(("sdpa", window, padded) for window in (None, 100) for padded in (False, True)), ("cudnn", None, False)],

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from support.markers.slow import slow_if
 from support.samples.cuda import Batch, make_batch, make_model
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -44,6 +45,7 @@ def train(strategy: Any, precision: str) -> list[float]:
     return module.losses
 
 
+@slow_if(lambda case_id: case_id in ("zero1-bf16-mixed", "zero2-bf16-true", "offload-bf16-true"))
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize(
     "settings",

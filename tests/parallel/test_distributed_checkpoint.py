@@ -170,7 +170,7 @@ def saved_by(tmp_path_factory):
     return saved
 
 
-@slow_if(lambda source: source not in ("zero3-dp4", "zero0-dp2-tp2"))
+@slow_if(lambda source: source != "zero0-dp2-tp2")
 @pytest.mark.parametrize("source", TOPOLOGIES)
 def test_every_topology_loads_what_any_saved(saved_by, source):
     path, saved = saved_by(source)

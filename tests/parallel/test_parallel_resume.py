@@ -27,7 +27,7 @@ TOPOLOGIES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 QUICK = {
-    ("cp2 x tp2", "cp2 x tp2"), ("cp2 x tp2", "dp2 zero0"), ("one", "dp2 x cp2"),
+    ("cp2 x tp2", "dp2 zero0"), ("one", "dp2 x cp2"),
     ("dp2 zero3", "dp2 zero3"), ("dp2 zero3", "one"),
 }  # fmt: skip
 

@@ -150,6 +150,7 @@ def test_messages_of_troubleshooting_are_in_the_code() -> None:
     assert len(entries) > 90
 
 
+@pytest.mark.slow
 def test_tables_for_choosing_match_the_estimates(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

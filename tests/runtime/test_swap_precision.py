@@ -173,7 +173,7 @@ CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@slow_if(lambda name: name not in ("tp2", "cp2 slices"))
+@slow_if(lambda name: name != "cp2 slices")
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_several_processes_with_accumulation(name: str) -> None:
     size, settings = CONFIGURATIONS[name]

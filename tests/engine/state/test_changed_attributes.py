@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from support.families import PlainBlock, PlainModel, make_batch
 from support.harness import EngineUnderTest, assert_close, loss_and_gradients
+from support.markers.slow import slow_if
 from torch import Tensor, nn
 
 from lightning_memo.engine.modules import layer_classes
@@ -83,6 +84,7 @@ CHANGES: dict[str, Callable[[Switched, Config], None]] = {
 }
 
 
+@slow_if(lambda change, alone: not alone and change not in (set_function, set_closure))
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("alone", [False, True], ids=["all layers", "one layer"])
 def test_layers_that_begin_to_mix_tokens(change: Callable[[Switched, Config], None], alone: bool) -> None:

@@ -41,8 +41,8 @@ def check(configuration: str, run: Run, **settings: Any) -> None:
 
 WAYS = ("cp2 ring", "cp2 ulysses", "cp3 ring", "cp4 ulysses2 x ring2")
 QUICK = {
-    *((config, "cp2 ring", 0.5) for config in KINDS), ("Qwen3NextConfig", "cp2 ulysses", 0.5),
-    ("BambaConfig", "cp2 ring", 0.0), ("BambaConfig", "cp2 ring", 1.0),
+    ("Qwen3NextConfig", "cp2 ring", 0.5), ("Qwen3NextConfig", "cp2 ulysses", 0.5), ("BambaConfig", "cp2 ring", 0.0),
+    ("BambaConfig", "cp2 ring", 1.0), ("Lfm2Config", "cp2 ring", 0.5),
 }  # fmt: skip
 # Every type in every way, with one alpha after the other.
 OTHERS = zip(itertools.product(HYBRIDS, WAYS), itertools.cycle((0.0, 0.5, 1.0)), strict=False)
@@ -57,8 +57,7 @@ def test_equals_one_process_at_every_alpha(config: str, configuration: str, alph
 
 
 QUICK_SLICES = {
-    ("Qwen3NextConfig", "cp2 ring", "none"), ("FalconH1Config", "cp2 ring", "attention"),
-    ("Lfm2Config", "cp2 ulysses", "all"),
+    ("Qwen3NextConfig", "cp2 ring", "none"), ("Lfm2Config", "cp2 ulysses", "all"),
 }  # fmt: skip
 OTHER_SLICES = zip(
     itertools.product(KINDS, (WAYS[0], WAYS[1], WAYS[3])), itertools.cycle(("none", "all", "attention", "all")),

@@ -40,7 +40,7 @@ KINDS: dict[str, tuple[int, Any, dict[str, Any]]] = {
 }
 
 
-@slow_if(lambda case: case not in ("all tokens to one", "shared sequences"))
+@slow_if(lambda case: case != "shared sequences")
 @pytest.mark.parametrize("case", KINDS)
 def test_plans_by_kind_of_tensor(case: str) -> None:
     """All processes have one plan, whatever their loads are."""
@@ -66,6 +66,7 @@ class ChangingLoads(Callback):
                 m.e_score_correction_bias[:2] += 10.0
 
 
+@slow_if(lambda case_id: case_id == "kinds")
 @pytest.mark.parametrize(
     "settings",
     [{"alpha": 1.0, "plan_memory": True}, {"storage": "kinds", "device_memory": "4MiB"}],

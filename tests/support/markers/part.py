@@ -1,4 +1,4 @@
-"""A part of the cases of a run: `--part 2/4` leaves out all but the second quarter of those that markers select.
+"""A part of the cases of a run: `--part 2/6` leaves out all but the second sixth of those that markers select.
 
 CI runs another part for each commit where all cases would take too long.
 """
@@ -22,14 +22,14 @@ class Part(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Part:
-        """Return the part of a text like 2/4.
+        """Return the part of a text like 2/6.
 
         Raises:
             pytest.UsageError: It is none.
         """
         number, slash, parts = text.partition("/")
         if not (slash and number.isdigit() and parts.isdigit() and 1 <= int(number) <= int(parts)):
-            raise pytest.UsageError(f"--part {text}: give one of several parts, like 2/4 for the second quarter")
+            raise pytest.UsageError(f"--part {text}: give one of several parts, like 2/6 for the second sixth")
         return cls(int(number), int(parts))
 
     def __contains__(self, case: object) -> bool:
