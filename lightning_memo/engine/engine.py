@@ -21,7 +21,7 @@ from lightning_memo.engine.copies.timeline_recorder import Subject, TimelineReco
 from lightning_memo.engine.forward.as_written import run_as_written
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.refuse_checkpointing import refuse_layer_in_backward
-from lightning_memo.engine.layers.argument_containers import dicts_apart, taken_apart
+from lightning_memo.engine.layers.argument_containers import Run, dicts_apart, taken_apart
 from lightning_memo.engine.layers.call_meter import CallPosition
 from lightning_memo.engine.layers.call_storage import StoragePolicy
 from lightning_memo.engine.layers.check_token_layout import check_bounds, divided_by_slices
@@ -126,7 +126,8 @@ class Engine:
         """Replace the forward methods of the layers with the engine's."""
         longest, current = self.settings.slice_tokens or 1, self.sharing.current_layout
         self.resting, self._undo = rest_compiled(self._model, self.layers, self.settings.states_on_host)
-        self._undo.extend(replace_forward(layer, taken_apart(dicts_apart(self._run))) for layer in self.layers)
+        run = functools.partial(self._run, taken_apart(dicts_apart(functools.partial(run_as_written, self._run_call))))
+        self._undo.extend(replace_forward(layer, run) for layer in self.layers)
         self._undo += attach_attention(self._model, current)
         self._undo += attach_rotary(self._model, self.layers, current)
         if self.settings.states_on_host:
@@ -227,17 +228,16 @@ class Engine:
 
     # ---- one layer call
 
-    def _run(self, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run(self, run: Run, layer: nn.Module, forward: Run, *args: Any, **kwargs: Any) -> Any:
         if self.before_layer is not None:
             self.before_layer()
-        if self.swap is not None and self.swap.mode == "plain" and args:  # short steps feel every microsecond
-            whole = not self.settings.divided and not self.settings.states_on_host
-            if whole and not self.profiles(*args[0].shape[:2]):
-                return forward(*args, **kwargs)
-        refuse_layer_in_backward(layer)
-        return run_as_written(self._run_call, layer, forward, args, kwargs)
+        plain = self.swap is not None and self.swap.mode == "plain" and args and isinstance(args[0], Tensor)
+        if plain and not (self.settings.divided or self.settings.states_on_host or self.profiles(*args[0].shape[:2])):
+            return forward(*args, **kwargs)  # short steps feel every microsecond
+        return run(layer, forward, *args, **kwargs)
 
-    def _run_call(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def _run_call(self, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        refuse_layer_in_backward(layer)
         # A slice of the model needs the keys and values of earlier ones in layers without gradients, too.
         if not torch.is_grad_enabled() or not (self.sequence or needs_grad(layer, (args, kwargs))):
             return self._run_plainly(layer, forward, args, kwargs)

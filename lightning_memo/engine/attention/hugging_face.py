@@ -212,16 +212,16 @@ def _check_call(
     Raises:
         ValueError: Attention weights are to be returned, or a pattern does not describe all keys.
     """
-    name, queries, keys = class_name(module), query.shape[2], key.shape[2]
+    queries, keys = query.shape[2], key.shape[2]
     if is_collected("attentions") or arguments.get("output_attentions"):
         raise ValueError(
-            f"{name} is asked for its attention weights (output_attentions=True), which lightning_memo's attention "
-            "kernels do not return: set output_attentions=False"
+            f"{class_name(module)} is asked for its attention weights (output_attentions=True), which lightning_memo's "
+            "attention kernels do not return: set output_attentions=False"
         )
     if isinstance(mask, MaskPattern) and queries != keys:
         raise ValueError(
-            f"{name} attends to {keys} keys with an attention mask for {queries} tokens, which it extends only if it "
-            "is a tensor: train this model without lightning_memo"
+            f"{class_name(module)} attends to {keys} keys with an attention mask for {queries} tokens, which it "
+            "extends only if it is a tensor: train this model without lightning_memo"
         )
 
 

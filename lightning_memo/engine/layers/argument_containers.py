@@ -123,7 +123,7 @@ def dicts_apart(run: Run) -> Run:
 def _is_dict(value: object) -> bool:
     """Return whether an argument is a dict that is copied. Others do whatever they do when they are read."""
     kind = type(value)
-    base = next((each for each in (dict, UserDict) if issubclass(kind, each)), None)
+    base = next((each for each in (dict, UserDict) if each in kind.__mro__), None)
     if base is dict and issubclass(kind, OrderedDict):
         base = OrderedDict
     return base is not None and all(getattr(kind, name) is getattr(base, name) for name in _READING)
