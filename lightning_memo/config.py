@@ -13,7 +13,7 @@ from typing import Any, Final
 from lightning_memo.utils.units import parse_bytes
 
 METHODS: Final = ("ring", "ulysses", "usp")
-ATTENTIONS: Final = ("auto", "sdpa", "cudnn", "flash_attn", "transformer_engine")
+ATTENTIONS: Final = ("auto", "sdpa", "cudnn", "flash_attn", "flash_attn_3", "flash_attn_4", "transformer_engine")
 SCHEDULES: Final = ("auto", "layer", "nest", "slice")
 STORAGES: Final = ("auto", "alpha", "kinds")
 PRECISIONS: Final = ("32-true", "bf16-true", "bf16-mixed")

@@ -101,9 +101,9 @@ class MemoStrategy(DistributedStrategy):
         layers: Dotted name of the `nn.ModuleList` (or `nn.ModuleDict`, `nn.Sequential`) of repeated layers, or a list
             of such names. `None` searches the model for all of them, and takes those with a quarter of the parameters
             of the largest, or more; with slices on the host or divided tokens, the largest.
-        attention: Attention kernel: "auto", "sdpa", "cudnn", "flash_attn" or "transformer_engine". "auto" times the
-            kernels that support the model's calls, for some milliseconds of the first step, and takes the fastest one.
-            The plan records the choice.
+        attention: Attention kernel: "auto", "sdpa", "cudnn", "flash_attn", "flash_attn_3", "flash_attn_4" or
+            "transformer_engine". "auto" times the kernels that support the model's calls, for some milliseconds of the
+            first step, and takes the fastest one. The plan records the choice.
         schedule: Order in which slices run. "auto" chooses between "layer", which runs the slices layer by layer, and
             "nest", which nests them. "slice" runs the whole model on one slice after the other, so that nothing on the
             device grows with the length of the sequence; it needs data parallelism only, and ZeRO 0 to 2.

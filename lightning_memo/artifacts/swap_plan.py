@@ -15,7 +15,7 @@ from lightning_memo.artifacts.storage_plan import StoragePlan
 MOST_CALLS: Final = 2**16
 HostBacked = Literal["none", "attention", "all"]
 Schedule = Literal["layer", "nest", "slice"]
-Attention = Literal["sdpa", "cudnn", "flash_attn", "transformer_engine"]
+Attention = Literal["sdpa", "cudnn", "flash_attn", "flash_attn_3", "flash_attn_4", "transformer_engine"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""Flash attention on CUDA: PyTorch's own kernel and the flash-attn package.
+"""Flash attention on CUDA: PyTorch's own kernel, and what it has in common with those of the flash-attn packages.
 
-Both kernels support a causal flag, a window that is aligned at the last query and the last key, and grouped-query
+These kernels support a causal flag, a window that is aligned at the last query and the last key, and grouped-query
 heads, but no mask. Padding and windows of a block are therefore expressed by *bands*: calls with some of its batch
 rows, queries and keys.
 """
@@ -237,49 +237,3 @@ def _window(band: Band) -> dict[str, int]:
     """
     sides = {} if band.causal else {"window_size_left": band.left, "window_size_right": band.right}
     return {side: tokens for side, tokens in sides.items() if tokens >= 0}
-
-
-class FlashAttn(BandedFlash):
-    """The flash-attn package (2.7 or later), for half precision.
-
-    Raises:
-        ModuleNotFoundError: The package is not installed.
-    """
-
-    name = "flash_attn"
-
-    def __init__(self) -> None:
-        from flash_attn import flash_attn_interface
-
-        self._interface = flash_attn_interface
-
-    def _call(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, band: Band) -> tuple[Tensor, Tensor, Any]:
-        out, lse, _, state = self._interface._flash_attn_forward(
-            q, k, v, spec.dropout, _scale(q, spec), causal=band.causal, window_size_left=band.left,
-            window_size_right=band.right, softcap=0.0, alibi_slopes=None, return_softmax=False,
-        )  # fmt: skip
-        return out, lse, state if spec.dropout else None
-
-    def _call_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        spec: AttentionSpec,
-        band: Band,
-        state: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        self._interface._flash_attn_backward(
-            dout, q, k, v, out, lse, dq, dk, dv, spec.dropout, _scale(q, spec), causal=band.causal,
-            window_size_left=band.left, window_size_right=band.right, softcap=0.0, alibi_slopes=None,
-            deterministic=torch.are_deterministic_algorithms_enabled(), rng_state=state,
-        )  # fmt: skip
-        return dq, dk, dv
-
-
-def _scale(q: Tensor, spec: AttentionSpec) -> float:
-    return float(q.shape[-1] ** -0.5) if spec.scale is None else spec.scale

@@ -13,13 +13,13 @@ class Package:
 
     Attributes:
         distribution: Name of the package on PyPI.
-        extra: Extra of lightning_memo that installs it.
+        install: What installs it.
         first: First supported release line, `(major, minor)`.
         last: Last supported release line.
     """
 
     distribution: str
-    extra: str
+    install: str
     first: tuple[int, int]
     last: tuple[int, int]
 
@@ -45,7 +45,7 @@ class Package:
         if release is None:
             raise ValueError(
                 f'attention="{choice}" needs the package {self.distribution}, which is not installed: '
-                f'pip install "lightning_memo[{self.extra}]", or use attention="auto"'
+                f'{self.install}, or use attention="auto"'
             )
         if not self.first <= release <= self.last:
             first, last, found = (".".join(map(str, numbers)) for numbers in (self.first, self.last, release))
@@ -56,5 +56,7 @@ class Package:
 
 
 # The kernels call functions of these packages that are not public API, so untested release lines are refused.
-FLASH_ATTN = Package("flash-attn", "flash", first=(2, 7), last=(2, 8))
-TRANSFORMER_ENGINE = Package("transformer-engine", "te", first=(2, 0), last=(2, 18))
+FLASH_ATTN = Package("flash-attn", 'pip install "lightning_memo[flash]"', first=(2, 7), last=(2, 8))
+FLASH_ATTN_3 = Package("flash_attn_3", "build it from hopper/ of Dao-AILab/flash-attention", first=(3, 0), last=(3, 0))
+FLASH_ATTN_4 = Package("flash-attn-4", "pip install flash-attn-4", first=(4, 0), last=(4, 0))
+TRANSFORMER_ENGINE = Package("transformer-engine", 'pip install "lightning_memo[te]"', first=(2, 0), last=(2, 18))

@@ -14,15 +14,19 @@ from lightning_memo.kernels.attention_kernel import AttentionBackend, AttentionS
 from lightning_memo.kernels.blockwise_attention import BlockwiseAttention
 from lightning_memo.kernels.cpu_flash import CpuFlash
 from lightning_memo.kernels.cudnn import CudnnSdpa
-from lightning_memo.kernels.flash_attention import AtenFlash, FlashAttn
-from lightning_memo.kernels.kernel_packages import FLASH_ATTN, TRANSFORMER_ENGINE
+from lightning_memo.kernels.flash_attention import AtenFlash
+from lightning_memo.kernels.flash_attn_packages import FlashAttn, FlashAttn3, FlashAttn4
+from lightning_memo.kernels.kernel_packages import FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4, TRANSFORMER_ENGINE
 from lightning_memo.kernels.packed_documents import PackedDocuments
 from lightning_memo.kernels.padded_heads import PaddedHeads, padded_heads
 from lightning_memo.kernels.replayed_sdpa import Replay
 from lightning_memo.kernels.transformer_engine import TransformerEngineAttention
 
 _FLASH = 1  # at::SDPBackend::flash_attention
-_PACKAGES = {"flash_attn": FLASH_ATTN, "transformer_engine": TRANSFORMER_ENGINE}
+_PACKAGES = {
+    "flash_attn": FLASH_ATTN, "flash_attn_3": FLASH_ATTN_3, "flash_attn_4": FLASH_ATTN_4,
+    "transformer_engine": TRANSFORMER_ENGINE,
+}  # fmt: skip
 # The first kernel is PyTorch's own. The others pass a call on to it if they do not compute it themselves.
 KERNELS: dict[str, dict[Attention, type[Kernel]]] = {
     "cpu": {"sdpa": CpuFlash},
@@ -30,6 +34,8 @@ KERNELS: dict[str, dict[Attention, type[Kernel]]] = {
         "sdpa": AtenFlash,
         "cudnn": CudnnSdpa,
         "flash_attn": FlashAttn,
+        "flash_attn_3": FlashAttn3,
+        "flash_attn_4": FlashAttn4,
         "transformer_engine": TransformerEngineAttention,
     },
 }

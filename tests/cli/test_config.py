@@ -104,7 +104,10 @@ REFUSED = [
     ),
     ({"ulysses_size": 2}, 'ulysses_size=2 contradicts context_parallel_method="ring"'),
     ({"offload_state": "yes"}, "offload_state='yes' is not a switch: give True or False"),
-    ({"attention": "xformers"}, '"auto", "sdpa", "cudnn", "flash_attn", "transformer_engine"'),
+    (
+        {"attention": "xformers"},
+        '"auto", "sdpa", "cudnn", "flash_attn", "flash_attn_3", "flash_attn_4", "transformer_engine"',
+    ),
     ({"schedule": ["layer"]}, '"auto", "layer", "nest"'),
     ({"check_restored": 1}, "check_restored=1 is not a switch: give True or False"),
     ({"plan_memory": "yes"}, "plan_memory='yes' is not a switch: give True or False"),

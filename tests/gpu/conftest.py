@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         skip_folder(items, Path(__file__).parent, "needs a CUDA device, and PyTorch sees none")
 
 
-@pytest.fixture(params=["sdpa", "cudnn", "flash_attn", "transformer_engine"])
+@pytest.fixture(params=["sdpa", "cudnn", "flash_attn", "flash_attn_3", "flash_attn_4", "transformer_engine"])
 def choice(request) -> str:
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("flash attention needs compute capability 8.0")

@@ -21,7 +21,8 @@ from support.kernels.specs import FP32_BOUND, SPECS, without_memory
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.kernels.cpu_flash import CpuFlash
 from lightning_memo.kernels.cudnn import CudnnSdpa
-from lightning_memo.kernels.flash_attention import AtenFlash, BandedFlash, FlashAttn
+from lightning_memo.kernels.flash_attention import AtenFlash, BandedFlash
+from lightning_memo.kernels.flash_attn_packages import FlashAttn, FlashAttn3, FlashAttn4
 from lightning_memo.kernels.kernel_packages import Package
 from lightning_memo.kernels.replayed_sdpa import Replay
 from lightning_memo.kernels.select_kernel import check_available, select_backend
@@ -69,6 +70,120 @@ def test_flash_attn_is_called_by_its_signature(spec, monkeypatch):
     module("flash_attn", monkeypatch, flash_attn_interface=interface)
     inputs = make_inputs(key_heads=2, dtype=torch.float64)
     assert_close(attend(FlashAttn(), inputs, spec), reference(inputs, spec), FP32_BOUND)
+
+
+# ---- FlashAttention-3, in the schema of 3.0, and FlashAttention-4, in the signatures of 4.0.0b36
+
+FORWARD_3 = (
+    "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new = None, Tensor(v_new!)? v_new = None, Tensor? q_v = None,"
+    "Tensor(out!)? out = None, Tensor? cu_seqlens_q = None, Tensor? cu_seqlens_k = None,"
+    "Tensor? cu_seqlens_k_new = None, Tensor? seqused_q = None, Tensor? seqused_k = None, int? max_seqlen_q = None,"
+    "int? max_seqlen_k = None, Tensor? page_table = None, Tensor? kv_batch_idx = None, Tensor? leftpad_k = None,"
+    "Tensor? rotary_cos = None, Tensor? rotary_sin = None, Tensor? seqlens_rotary = None, Tensor? q_descale = None,"
+    "Tensor? k_descale = None, Tensor? v_descale = None, float? softmax_scale = None, bool is_causal = False,"
+    "int window_size_left = -1, int window_size_right = -1, int attention_chunk = 0, float softcap = 0.0,"
+    "bool is_rotary_interleaved = False, Tensor? scheduler_metadata = None, int num_splits = 0,"
+    "bool? pack_gqa = None, int sm_margin = 0) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+BACKWARD_3 = (
+    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(dq!)? dq = None,"
+    "Tensor(dk!)? dk = None, Tensor(dv!)? dv = None, Tensor? cu_seqlens_q = None, Tensor? cu_seqlens_k = None,"
+    "Tensor? seqused_q = None, Tensor? seqused_k = None, int? max_seqlen_q = None, int? max_seqlen_k = None,"
+    "float? softmax_scale = None, bool is_causal = False, int window_size_left = -1, int window_size_right = -1,"
+    "float softcap = 0.0, bool deterministic = False, int sm_margin = 0) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def by_name(operator, arguments):
+    """What an implementation gets, without the last arguments if they have their defaults."""
+    schema = getattr(torch.ops.flash_attn_3, operator).default._schema.arguments
+    return {each.name: arguments[n] if n < len(arguments) else each.default_value for n, each in enumerate(schema)}
+
+
+def forward_3(*arguments):
+    q, k, v = arguments[:3]
+    given = by_name("fwd", arguments)
+    assert all(t.stride(-1) == 1 for t in (q, k, v)) and given["num_splits"] == 1
+    seen = flash_sees(q.shape[1], k.shape[1], given["is_causal"], given["window_size_left"], given["window_size_right"])
+    out, lse = flash_forward(q, k, v, seen, given["softmax_scale"])
+    return out.contiguous(), lse, torch.empty(0), torch.empty(0)
+
+
+def backward_3(*arguments):
+    tensors, given = arguments[:9], by_name("bwd", arguments)
+    assert all(t.stride(-1) == 1 for t in tensors)
+    dout, q, k, v, out, lse, *targets = tensors
+    seen = flash_sees(q.shape[1], k.shape[1], given["is_causal"], given["window_size_left"], given["window_size_right"])
+    grads = flash_backward(dout, q, k, v, out, lse, seen, given["softmax_scale"])
+    for target, grad in zip(targets, grads, strict=True):
+        target.copy_(grad)
+    return tuple(torch.empty(0) for _ in range(5))
+
+
+def flash_attn_fwd(
+    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
+    max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False, softcap=None,
+    window_size_left=None, window_size_right=None, learnable_sink=None, return_lse=False, out=None, lse=None,
+):  # fmt: skip
+    assert return_lse
+    seen = flash_sees(q.shape[1], k.shape[1], causal, -1, -1)
+    return *flash_forward(q, k, v, seen, softmax_scale), None, None
+
+
+def flash_attn_bwd(
+    q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None,
+    window_size_right=None, deterministic=False, dq=None, dk=None, dv=None, learnable_sink=None,
+):  # fmt: skip
+    seen = flash_sees(q.shape[1], k.shape[1], causal, -1, -1)
+    return tuple(flash_backward(dout, q, k, v, out, lse, seen, softmax_scale))
+
+
+@pytest.fixture(params=[FlashAttn3, FlashAttn4])
+def newer(request, monkeypatch):
+    """FlashAttention-3 or 4 on a Hopper GPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    if request.param is FlashAttn3:
+        install(monkeypatch, "3.0.0b1")
+        module("flash_attn_interface", monkeypatch)
+        library = torch.library.Library("flash_attn_3", "DEF")
+        for schema, implementation in ((FORWARD_3, forward_3), (BACKWARD_3, backward_3)):
+            library.define(schema)
+            library.impl(schema.partition("(")[0], implementation, "CPU")
+        yield FlashAttn3()
+        library._destroy()
+        return
+    install(monkeypatch, "4.0.0b36")
+    interface = module(
+        "flash_attn.cute.interface", monkeypatch, _flash_attn_fwd=flash_attn_fwd, _flash_attn_bwd=flash_attn_bwd
+    )
+    cute = module("flash_attn.cute", monkeypatch, interface=interface)
+    module("flash_attn", monkeypatch, cute=cute)
+    yield FlashAttn4()
+
+
+@pytest.mark.parametrize("name", ["causal", "full", "scaled", "lengths"])
+def test_newer_kernels_are_called_by_their_signatures(name, newer):
+    inputs = make_inputs(key_heads=2, dtype=torch.float64)
+    assert newer.serves(*inputs[:2], SPECS[name])
+    assert_close(attend(newer, inputs, SPECS[name]), reference(inputs, SPECS[name]), FP32_BOUND)
+
+
+def test_newer_kernels_compute_slices(newer):
+    inputs = make_inputs(key_heads=2, queries=10, keys=20, dtype=torch.float64)
+    assert_close(attend(newer, inputs, AttentionSpec(), 14, 4), reference(inputs, AttentionSpec(), 14, 4), FP32_BOUND)
+
+
+@pytest.mark.parametrize("spec", [SPECS["window"], AttentionSpec(dropout=0.1)])
+def test_newer_kernels_leave_windows_and_dropout_to_the_flash_kernel(spec, newer, monkeypatch):
+    called = []
+    monkeypatch.setattr(
+        AtenFlash, "_call", lambda self, q, *args: (called.append("forward"), q, q[..., 0].mT, None)[1:]
+    )
+    monkeypatch.setattr(AtenFlash, "_call_backward", lambda self, dout, *qkv: (called.append("backward"), *qkv)[1:4])
+    inputs = make_inputs(dtype=torch.float64)
+    assert not newer.serves(*inputs[:2], spec)
+    attend(newer, inputs, spec)
+    assert set(called) == {"forward", "backward"}
 
 
 # ---- TransformerEngine, in the signatures of 2.0 to 2.14 and of 2.15 to 2.18
@@ -296,15 +411,20 @@ def test_what_pytorch_brings_is_available(choice):
 
 
 @pytest.mark.parametrize(
-    ("choice", "distribution", "extra"),
-    [("flash_attn", "flash-attn", "flash"), ("transformer_engine", "transformer-engine", "te")],
-)
-def test_a_missing_package_is_named_with_its_extra(choice, distribution, extra, monkeypatch):
+    ("choice", "distribution", "install"),
+    [
+        ("flash_attn", "flash-attn", r"pip install .*\[flash\]"),
+        ("flash_attn_3", "flash_attn_3", "build it from hopper/"),
+        ("flash_attn_4", "flash-attn-4", "pip install flash-attn-4"),
+        ("transformer_engine", "transformer-engine", r"pip install .*\[te\]"),
+    ],
+)  # fmt: skip
+def test_a_missing_package_is_named_with_what_installs_it(choice, distribution, install, monkeypatch):
     def missing(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    with pytest.raises(ValueError, match=rf'^attention="{choice}" needs the package {distribution}.*\[{extra}\]'):
+    with pytest.raises(ValueError, match=rf'^attention="{choice}" needs the package {distribution}, .*{install}'):
         check_available(choice)
 
 
@@ -313,6 +433,7 @@ def test_a_missing_package_is_named_with_its_extra(choice, distribution, extra, 
     [
         ("flash_attn", "2.6.3", "2.7 to 2.8, but 2.6"),
         ("flash_attn", "3.0.0b1", "2.7 to 2.8, but 3.0"),
+        ("flash_attn_3", "3.1.0", "3.0 to 3.0, but 3.1"),
         ("transformer_engine", "1.13.0", "2.0 to 2.18, but 1.13"),
         ("transformer_engine", "2.19.0", "2.0 to 2.18, but 2.19"),
     ],
