@@ -15,12 +15,12 @@ from lightning_memo.kernels.blockwise_attention import BlockwiseAttention
 from lightning_memo.kernels.cpu_flash import CpuFlash
 from lightning_memo.kernels.cudnn import CudnnSdpa
 from lightning_memo.kernels.flash_attention import AtenFlash
-from lightning_memo.kernels.flash_attn_packages import FlashAttn, FlashAttn3, FlashAttn4
-from lightning_memo.kernels.kernel_packages import FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4, TRANSFORMER_ENGINE
+from lightning_memo.kernels.packages.flash_attn_packages import FlashAttn, FlashAttn3, FlashAttn4
+from lightning_memo.kernels.packages.kernel_packages import FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4, TRANSFORMER_ENGINE
+from lightning_memo.kernels.packages.transformer_engine import TransformerEngineAttention
 from lightning_memo.kernels.packed_documents import PackedDocuments
 from lightning_memo.kernels.padded_heads import PaddedHeads, padded_heads
 from lightning_memo.kernels.replayed_sdpa import Replay
-from lightning_memo.kernels.transformer_engine import TransformerEngineAttention
 
 _FLASH = 1  # at::SDPBackend::flash_attention
 _PACKAGES = {

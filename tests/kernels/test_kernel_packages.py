@@ -22,11 +22,11 @@ from lightning_memo.kernels import AttentionSpec
 from lightning_memo.kernels.cpu_flash import CpuFlash
 from lightning_memo.kernels.cudnn import CudnnSdpa
 from lightning_memo.kernels.flash_attention import AtenFlash, BandedFlash
-from lightning_memo.kernels.flash_attn_packages import FlashAttn, FlashAttn3, FlashAttn4
-from lightning_memo.kernels.kernel_packages import Package
+from lightning_memo.kernels.packages.flash_attn_packages import FlashAttn, FlashAttn3, FlashAttn4
+from lightning_memo.kernels.packages.kernel_packages import Package
+from lightning_memo.kernels.packages.transformer_engine import TransformerEngineAttention
 from lightning_memo.kernels.replayed_sdpa import Replay
 from lightning_memo.kernels.select_kernel import check_available, select_backend
-from lightning_memo.kernels.transformer_engine import TransformerEngineAttention
 
 # ---- the flash-attn package, in the signatures of 2.7 and 2.8
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_memo.kernels.attention_kernel import AttentionResult, AttentionSpec
 from lightning_memo.kernels.flash_attention import AtenFlash
-from lightning_memo.kernels.kernel_packages import TRANSFORMER_ENGINE
+from lightning_memo.kernels.packages.kernel_packages import TRANSFORMER_ENGINE
 
 _LAYOUT = "bshd_bshd_bshd"
 _BACKEND = "F16_arbitrary_seqlen"

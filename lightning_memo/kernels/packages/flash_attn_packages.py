@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_memo.kernels.attention_kernel import AttentionSpec
 from lightning_memo.kernels.flash_attention import AtenFlash, Band, BandedFlash
-from lightning_memo.kernels.kernel_packages import FLASH_ATTN_3, FLASH_ATTN_4, Package
+from lightning_memo.kernels.packages.kernel_packages import FLASH_ATTN_3, FLASH_ATTN_4, Package
 
 
 class FlashAttn(BandedFlash):
