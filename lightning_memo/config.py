@@ -30,11 +30,8 @@ _NEEDED_BY_KINDS: Final[dict[str, tuple[Any, ...]]] = {
 
 # The values of settings beside which a pipeline runs.
 _ALLOWED_IN_PIPELINES: Final[dict[str, tuple[Any, ...]]] = {
-    "data_parallel_size": ("auto", 1),
-    "context_parallel_size": (1,),
-    "tensor_parallel_size": (1,),
     "expert_parallel_size": (1,),
-    "zero_stage": (0,),
+    "zero_stage": (0, 1),
     "zero_communication": ("none",),
     "offload_state": (False,),
     "slice_tokens": ("auto",),

@@ -22,6 +22,7 @@ from lightning_memo.callbacks.runtime_callback import RuntimeCallback
 from lightning_memo.config import MemoConfig
 from lightning_memo.distributed import DistributedStrategy
 from lightning_memo.engine import Engine, TestMode
+from lightning_memo.parallel.pipeline.batch_rows import micro_batch_rows
 from lightning_memo.parallel.ranks import explain_lost_process
 from lightning_memo.runtime.memory_plans.memory_planner import MemoryPlanner
 from lightning_memo.runtime.start_engine import check_machine, start_engine
@@ -284,6 +285,8 @@ class MemoStrategy(DistributedStrategy):
         assert self.lightning_module is not None
         if self.engine is None or not self.lightning_module.trainer.training:
             return ()
+        if self.config.pipeline_parallel_size > 1:
+            batch = micro_batch_rows(batch, self.config.micro_batch_size)
         return self.engine.bounds_for(batch, tokens)
 
     def _stop_engine(self) -> None:

@@ -22,9 +22,9 @@ def agree_on_plan(solve: Callable[[float | None, bool], Plan], ranks: Ranks, eve
         ValueError: A rank has no feasible plan.
     """
     plan = _solve_together(solve, True, ranks, everyone)
-    if len(set(ranks.gather(plan.swap.mode, everyone))) > 1:
+    if len(set(ranks.gather_slicing(plan.swap.mode, everyone))) > 1:
         plan = _solve_together(solve, False, ranks, everyone)
-    smallest = min(ranks.gather(plan.swap.alpha, everyone))
+    smallest = min(ranks.gather_slicing(plan.swap.alpha, everyone))
     if plan.swap.alpha == smallest:
         return plan
     least = f"another process runs no more than alpha={smallest:.4g}, and all take the smallest"

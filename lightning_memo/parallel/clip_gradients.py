@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,17 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_memo.parallel.local_tensors import local_part
 
 
-def resolve_partial(parameters: Iterable[nn.Parameter]) -> None:
+class HasGradient(Protocol):
+    """A parameter, or what stands for it.
+
+    Attributes:
+        grad: Its gradient; `None` if there is none.
+    """
+
+    grad: Tensor | None
+
+
+def resolve_partial(parameters: Iterable[HasGradient]) -> None:
     """All-reduce gradients that are partial sums on each rank and that FSDP has not reduced."""
     for parameter in parameters:
         gradient = parameter.grad

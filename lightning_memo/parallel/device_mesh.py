@@ -84,6 +84,11 @@ def stage_group(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[DATA, CONTEXT, TENSOR]._flatten("stage")
 
 
+def across_stages(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Returns the ranks that are the stages of this rank's pipeline, for what they agree on between batches."""
+    return mesh[PIPELINE].get_group()
+
+
 def pipeline_groups(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Returns two groups of the ranks that are the stages of this rank's pipeline, in order."""
     return _pipeline_groups(dist.group.WORLD, mesh)

@@ -81,11 +81,6 @@ def resolve_sizes(config: MemoConfig, processes: int) -> ParallelSizes:
             f"data_parallel_size={data} x {named} = {data * others}, but there are {processes} processes: start as "
             'many (Trainer devices x num_nodes), or leave data_parallel_size="auto"'
         )
-    if pipeline > 1 and data > 1:
-        raise ValueError(
-            f"pipeline_parallel_size={pipeline} runs one pipeline, and {processes} processes are {data} of them: start "
-            f"{pipeline} processes (Trainer devices x num_nodes), or set pipeline_parallel_size=1"
-        )
     _check_expert_size(config.expert_parallel_size, data, context)
     if config.zero_shard_size is not None and (data * context) % config.zero_shard_size:
         raise ValueError(

@@ -34,6 +34,7 @@ from lightning_memo.parallel.device_mesh import (
     CONTEXT,
     DATA,
     TENSOR,
+    across_stages,
     build_mesh,
     context_groups,
     expert_meshes,
@@ -86,7 +87,8 @@ class Processes:
         self._replicas, self._sequence = replicas(self.mesh), sequence_group(self.mesh)
         self._experts = expert_meshes(self.mesh, self.sizes.expert) if self.sizes.expert > 1 else None
         staged = self.sizes.pipeline > 1
-        self.pipeline = Pipeline(config, self.sizes, self.mesh, device) if staged else None
+        self.current_layout = CurrentLayout()
+        self.pipeline = Pipeline(config, self.sizes, self.mesh, device, self.current_layout) if staged else None
         in_step = self._sequence
         if self._experts is not None and self.sizes.expert > self.sizes.context:
             in_step = self._experts.homes
@@ -95,6 +97,7 @@ class Processes:
             parallel=self.sizes.describe(config.zero_stage, config.zero_communication, config.zero_shard_size),
             on_this_node=processes_on_this_node(),
             alike=stage_group(self.mesh).get_group() if staged else None,
+            stages=across_stages(self.mesh) if staged and self.sizes.shards > 1 else None,
             in_step=in_step.get_group() if in_step.size() > 1 else None,
             world=dist.get_world_size() > 1,
         )
@@ -102,7 +105,6 @@ class Processes:
         self._readers = readers_group(self.mesh) if staged else shared  # which get the same batches
         self.context_groups: ContextGroups | None = None
         self._sharder = BatchSharder()
-        self.current_layout = CurrentLayout()
         self._loss_arguments = LossArguments(self.current_layout)
         self._router_losses = RouterLosses(self.current_layout)
         self._outside: list[FSDPModule] = []

@@ -25,6 +25,8 @@ class Ranks:
         parallel: Label of the parallel sizes that is stored in plans, like "dp2-cp2-tp1-zero3".
         on_this_node: Number of processes on this host, which share its memory.
         alike: Process group that follows one plan, the processes of a pipeline stage; `None` if all processes do.
+        stages: Process group of this process's counterparts in the other stages of a pipeline, if all stages have to
+            cut layers into the same slices; `None` if not. Sequence parallelism lays out tokens by slices.
         in_step: Process group that runs the same slices of layers at the same time, because its processes compute the
             same sequences or send each other tokens; `None` if only this process does.
         world: Whether the run has more than one process.
@@ -33,6 +35,7 @@ class Ranks:
     parallel: str = ParallelSizes().describe(zero_stage=0)
     on_this_node: int = 1
     alike: ProcessGroup | None = None
+    stages: ProcessGroup | None = None
     in_step: ProcessGroup | None = None
     world: bool = False
 
@@ -48,6 +51,18 @@ class Ranks:
             return [value]
         return gather(value, group)
 
+    def gather_slicing(self, value: T, everyone: bool = True) -> list[T]:
+        """Gathers a picklable value from every rank that cuts layers into the same slices, on all stages.
+
+        Args:
+            value: Value of this rank.
+            everyone: As for :meth:`gather`.
+        """
+        values = self.gather(value, everyone)
+        if self.stages is None:
+            return values
+        return [v for of_stage in gather(values, self.stages) for v in of_stage]
+
     def raise_together(self, error: Exception | None, everyone: bool = True) -> None:
         """Raise on every rank if any rank has an error. A single process raises its own error.
 
@@ -59,7 +74,7 @@ class Ranks:
             ValueError: A rank has an error. The message is one line that names the first such rank.
         """
         message = None if error is None else str(error)
-        messages = gather(message) if everyone and self.world else self.gather(message, everyone)
+        messages = gather(message) if everyone and self.world else self.gather_slicing(message, everyone)
         failed = [(rank, message) for rank, message in enumerate(messages) if message is not None]
         if not failed:
             return

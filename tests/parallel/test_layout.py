@@ -133,6 +133,24 @@ def test_documents_of_a_slice_are_divided_one_by_one():
     assert orders == [first, [n for n in range(32) if n not in first]]
 
 
+@pytest.mark.parametrize("sizes", [{"ulysses": 2}, {"ring": 2}, {"shards": 2, "bounds": (8, 16)}], ids=str)
+def test_some_rows_have_their_lengths_and_the_order_of_all(sizes):
+    layout = TokenLayout(32, **sizes, lengths=(32, 20, 7, 11))
+    part = layout.of_rows(1, 2)
+    assert part.lengths == (20, 7)
+    assert torch.equal(part.fed_order(), layout.fed_order())
+
+
+def test_some_rows_have_their_documents_unless_a_ring_is_divided_by_those_of_all():
+    documents = ((0, 8), (0,), (0, 24))
+    assert TokenLayout(32, ulysses=2, documents=documents).of_rows(1, 2).documents == documents[1:]
+    divided = TokenLayout(32, ring=2, documents=documents)
+    assert divided.of_rows(0, 3) == divided
+    with pytest.raises(ValueError, match="by the documents of all rows") as caught:
+        divided.of_rows(0, 1)
+    assert "\n" not in str(caught.value)
+
+
 def test_both_at_once():
     layouts = [TokenLayout(16, ring=2, ring_rank=r, ulysses=2, ulysses_rank=u) for r in (0, 1) for u in (0, 1)]
     orders = [layout.layer_order().tolist() for layout in layouts]

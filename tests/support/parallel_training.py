@@ -14,7 +14,7 @@ import transformers
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
@@ -42,6 +42,8 @@ class Run:
         ignore: Fraction of the labels that the loss ignores.
         packed: Whether rows hold several documents, which position ids separate.
         padded: Whether rows are padded on the right, to other lengths each.
+        growing: Whether rows of odd numbers are padded in the first batches, and each process drops the padding that
+            all of its rows have.
         precision: Precision of Lightning's trainer.
         steps: Number of optimizer steps.
         layers: Number of layers; if 0, that of the family.
@@ -56,6 +58,7 @@ class Run:
     ignore: float = 0.3
     packed: bool = False
     padded: bool = False
+    growing: bool = False
     precision: str = "32-true"
     steps: int = STEPS
     layers: int = 0
@@ -241,8 +244,9 @@ class Texts(Dataset[dict[str, Tensor]]):
         if run.packed:
             first = tokens // 3 + index % 5
             item["position_ids"] = torch.cat([torch.arange(first), torch.arange(tokens - first)])
-        if run.padded:
-            item["attention_mask"] = (torch.arange(tokens) < tokens - 7 * (index % 4)).long()
+        if run.padded or run.growing:
+            padding = index % 4 if run.padded else index % 2 * max(2 - index // run.batch, 0)
+            item["attention_mask"] = (torch.arange(tokens) < tokens - 7 * padding).long()
             item["labels"] = item["labels"].masked_fill(item["attention_mask"] == 0, -100)
         return item
 
@@ -322,7 +326,14 @@ def _loader(run: Run, settings: dict[str, Any], skip: int = 0) -> DataLoader[dic
     # Lightning counts the batches before a checkpoint as served, but starts the loader from its beginning.
     texts = Subset(texts, [*range(first, len(texts)), *range(first)])
     sampler = DistributedSampler(texts, num_replicas=data, rank=rank, shuffle=False)
-    return DataLoader(texts, batch_size=run.batch // data, sampler=sampler)
+    collate = _without_padding if run.growing else default_collate
+    return DataLoader(texts, batch_size=run.batch // data, sampler=sampler, collate_fn=collate)
+
+
+def _without_padding(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    batch = default_collate(rows)
+    longest = int(batch["attention_mask"].sum(1).max())
+    return {name: t[:, :longest] for name, t in batch.items()}
 
 
 def train_together(size: int, run: Run, settings: dict[str, Any], after: Any = None, watch: Any = None) -> Outcome:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -126,6 +126,26 @@ class TokenLayout:
         self._check_ranks()
         self._check_bounds()
         self._check_rows()
+
+    def of_rows(self, start: int, count: int) -> TokenLayout:
+        """Return the layout of some rows of the batch, whose tokens are in the same order.
+
+        Args:
+            start: The first row.
+            count: Number of rows.
+
+        Raises:
+            ValueError: The order depends on the documents of all rows.
+        """
+        rows = slice(start, start + count)
+        documents = None if self.documents is None else self.documents[rows]
+        if self.ring > 1 and documents != self.documents:
+            raise ValueError(
+                "pipeline_parallel_size: rows with several documents are divided over a ring by the documents of all "
+                'rows, and micro-batches have some of them: set context_parallel_method="ulysses", or '
+                "pipeline_parallel_size=1"
+            )
+        return replace(self, documents=documents, lengths=None if self.lengths is None else self.lengths[rows])
 
     @property
     def local_tokens(self) -> int:

@@ -31,6 +31,17 @@ def batch_size(arguments: Mapping[str, Any]) -> tuple[int, int]:
     return ids.shape[0], ids.shape[1]
 
 
+def micro_batch_rows(rows: int, micro_batch_size: int) -> int:
+    """Return the rows of each micro-batch of a batch.
+
+    Args:
+        rows: Rows of the batch.
+        micro_batch_size: Rows of a micro-batch as the user gives them. If they do not divide those of the batch,
+            micro-batches have the greatest common divisor of both.
+    """
+    return math.gcd(rows, micro_batch_size)
+
+
 def micro_batches_of(arguments: Mapping[str, Any], micro_batch_size: int) -> list[dict[str, Any]]:
     """Return the arguments of a model call for each micro-batch.
 
@@ -38,15 +49,14 @@ def micro_batches_of(arguments: Mapping[str, Any], micro_batch_size: int) -> lis
 
     Args:
         arguments: The arguments by name, with `labels` `[batch, tokens]`.
-        micro_batch_size: Rows of a micro-batch. If it does not divide the rows of the batch, micro-batches have the
-            greatest common divisor of both.
+        micro_batch_size: As for `micro_batch_rows`.
 
     Raises:
         ValueError: It is not known how to divide an argument.
     """
     rows, _ = batch_size(arguments)
     arguments = {**arguments, _WHOLE: _item_count(arguments)}
-    size = math.gcd(rows, micro_batch_size)
+    size = micro_batch_rows(rows, micro_batch_size)
     starts = range(0, rows, size)
     return [{name: _rows(name, value, rows, start, size) for name, value in arguments.items()} for start in starts]
 

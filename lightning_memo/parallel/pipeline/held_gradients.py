@@ -5,6 +5,9 @@ A pipeline runs backwards of micro-batches between forwards of later ones, so th
 returned its loss. What a training loop does between the two must not see them: it may drop the gradients of the last
 step. The gradients are therefore taken out of the parameters, and put back by the backward of the loss, multiplied by
 the gradient of the loss, which is any number: a loop divides losses by the number of batches of a step.
+
+With data or context parallelism, gradients are reduced over the processes that hold the same weights once for each
+optimizer step, in the backward of the loss of its last batch. Until then, each process has its own ones, whole.
 """
 
 from __future__ import annotations
@@ -14,32 +17,37 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from lightning_memo.parallel.clip_gradients import resolve_partial
+from lightning_memo.parallel.local_tensors import local_part
+from lightning_memo.parallel.zero.unreduced_gradients import UnreducedGradient
 
 
 class HeldGradients:
     """The gradients of a batch, outside of the parameters.
 
     Args:
-        parameters: The trained parameters.
+        places: Where backwards leave the gradients of parameters.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._held: list[tuple[nn.Parameter, Tensor]] | None = None
+    def __init__(self, places: Sequence[UnreducedGradient]) -> None:
+        self._places = places
+        self._held: list[tuple[UnreducedGradient, Tensor]] | None = None
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
         """Within this context, backwards give parameters gradients that are held after it. Earlier ones return."""
-        earlier = [p.grad for p in self._parameters]
-        for p in self._parameters:
-            p.grad = None
+        earlier = [place.grad for place in self._places]
+        for place in self._places:
+            place.grad = None
         try:
             yield
-            self._held = [(p, p.grad) for p in self._parameters if p.grad is not None]
+            resolve_partial(self._places)
+            self._held = [(place, place.grad) for place in self._places if place.grad is not None]
         finally:
-            for p, gradient in zip(self._parameters, earlier, strict=True):
-                p.grad = gradient
+            for place, gradient in zip(self._places, earlier, strict=True):
+                place.grad = gradient
 
     def loss(self, value: Tensor) -> Tensor:
         """Return a loss with this value, whose backward adds the gradients to those of the parameters."""
@@ -62,12 +70,13 @@ class HeldGradients:
                 "a second backward through the same graph (retain_graph) is not supported: sum the losses, or run a "
                 "forward for each"
             )
-        for p, gradient in held:
-            gradient.mul_(factor.to(gradient.dtype))
-            if p.grad is None:
-                p.grad = gradient
+        for place, gradient in held:
+            part = local_part(gradient)
+            part.mul_(factor.to(part.dtype))
+            if place.grad is None:
+                place.grad = gradient
             else:
-                p.grad.add_(gradient)
+                local_part(place.grad).add_(part)
 
 
 class _GivesGradients(torch.autograd.Function):

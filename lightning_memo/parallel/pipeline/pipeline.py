@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -10,8 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_memo.config import MemoConfig
+from lightning_memo.parallel.batches.current_layout import CurrentLayout
 from lightning_memo.parallel.checkpoints.sharded_checkpoint import FIRST_NAMES
-from lightning_memo.parallel.device_mesh import ends_group, pipeline_groups
+from lightning_memo.parallel.device_mesh import ends_group, pipeline_groups, readers_group
 from lightning_memo.parallel.parallel_sizes import ParallelSizes
 from lightning_memo.parallel.pipeline.gather_stages import STAGE
 from lightning_memo.parallel.pipeline.pipelined_model import PipelinedModel, StageEngine
@@ -20,6 +22,8 @@ from lightning_memo.parallel.pipeline.stage_messages import StageMessages
 from lightning_memo.parallel.pipeline.stage_modules import StagedModel
 from lightning_memo.parallel.pipeline.stage_order import most_in_flight
 from lightning_memo.parallel.pipeline.tied_weights import TiedWeights
+from lightning_memo.parallel.zero.unreduced_gradients import unreduced_gradients
+from lightning_memo.parallel.zero.zero_sharding import accumulating
 from lightning_memo.utils.find_layers import find_hugging_face
 
 
@@ -31,13 +35,22 @@ class Pipeline:
         sizes: Sizes of the kinds of parallelism.
         mesh: Device mesh, whose first dimension are the stages.
         device: Device of this process.
+        current_layout: Holds the layout of the batch.
 
     Attributes:
         stage: Number of the stage of this process.
     """
 
-    def __init__(self, config: MemoConfig, sizes: ParallelSizes, mesh: DeviceMesh, device: torch.device) -> None:
-        self._config, self._sizes, self._device = config, sizes, device
+    def __init__(
+        self,
+        config: MemoConfig,
+        sizes: ParallelSizes,
+        mesh: DeviceMesh,
+        device: torch.device,
+        current_layout: CurrentLayout,
+    ) -> None:
+        self._config, self._sizes, self._device, self._current = config, sizes, device, current_layout
+        self._readers = readers_group(mesh)
         onward, back = pipeline_groups(mesh)
         self._messages = StageMessages(onward, back, device)
         self.stage = self._messages.stage
@@ -67,13 +80,17 @@ class Pipeline:
         """Return the model inside of a divided module, and what is to be called in place of its forward."""
         model = find_hugging_face(module)[0]
         forward: StageForward = getattr(model, STAGE)
+        gradients = unreduced_gradients(module)
         self._run = PipelinedModel(
             model,
             forward,
             self._messages,
             self._config.micro_batch_size,
-            self._agree,
-            self._tied.add_gradients,
+            self._current,
+            list(dict.fromkeys(gradients.values())),
+            agree=self._agree,
+            accumulating=functools.partial(accumulating, module, self._config.zero_stage),
+            after_backward=functools.partial(self._tied.add_gradients, gradients),
         )
         return model, self._run
 
@@ -98,5 +115,5 @@ class Pipeline:
 
     def _agree(self, says: bool) -> bool:
         flag = torch.tensor(int(says), device=self._device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._readers)
         return bool(flag.item())

@@ -9,6 +9,7 @@ backward of this loss: see `held_gradients.py`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_memo.parallel.batches.current_layout import CurrentLayout
+from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.parallel.pipeline.batch_rows import batch_size, micro_batches_of
 from lightning_memo.parallel.pipeline.held_gradients import HeldGradients
 from lightning_memo.parallel.pipeline.stage_forward import StageEndError, StageForward
@@ -27,6 +30,7 @@ from lightning_memo.parallel.pipeline.stage_order import (
     one_by_one,
     one_forward_one_backward,
 )
+from lightning_memo.parallel.zero.unreduced_gradients import UnreducedGradient
 from lightning_memo.utils.class_names import class_name
 
 _ABSENT = ("logits", "hidden_states", "attentions", "past_key_values")
@@ -41,7 +45,7 @@ class StageEngine(Protocol):
 
         Args:
             batch: Number of its sequences.
-            tokens: Number of tokens of each of them.
+            tokens: Number of tokens of each of them that this process holds between the blocks of a layer.
         """
 
     def begin_micro_batch(self, number: int, alone: bool) -> None:
@@ -89,8 +93,11 @@ class PipelinedModel:
         forward: The state of its forward.
         messages: Sends hidden states and gradients.
         micro_batch_size: Rows of a micro-batch.
-        agree: Returns whether any process of the run says so.
-        after_backward: Called after the last backward of a batch, with its gradients in the parameters.
+        current_layout: Holds the layout of the batch.
+        gradients: Where backwards leave the gradients of parameters.
+        agree: Returns whether any process that computes the same sequences says so, on any stage.
+        accumulating: Returns a context in which backwards do not reduce gradients.
+        after_backward: Called after the last backward of a batch, with its gradients in their places.
 
     Attributes:
         engine: Runs the layers; `None` if nothing is trained.
@@ -104,12 +111,15 @@ class PipelinedModel:
         forward: StageForward,
         messages: StageMessages,
         micro_batch_size: int,
+        current_layout: CurrentLayout,
+        gradients: Sequence[UnreducedGradient],
         agree: Callable[[bool], bool],
+        accumulating: Callable[[], contextlib.AbstractContextManager[None]],
         after_backward: Callable[[], None],
     ) -> None:
         self._model, self._forward, self._messages = model, forward, messages
-        self._micro_batch_size = micro_batch_size
-        self._agree, self._after_backward = agree, after_backward
+        self._micro_batch_size, self._current, self._gradients = micro_batch_size, current_layout, gradients
+        self._agree, self._accumulating, self._after_backward = agree, accumulating, after_backward
         self.engine: StageEngine | None = None
         self.before_backward: Callable[[], None] = lambda: None
         self.drops_gradients: Callable[[], bool] = lambda: False
@@ -132,19 +142,18 @@ class PipelinedModel:
         arguments = dict(zip(inspect.signature(forward).parameters, args, strict=False)) | kwargs
         self._check(arguments)
         micro_batches = micro_batches_of(arguments, self._micro_batch_size)
-        run = functools.partial(self._run_action, forward, micro_batches)
+        run = functools.partial(self._run_action, forward, micro_batches, self._current.layout)
         self._alive.clear()
-        self._messages.begin()
+        self._messages.begin(() if self._current.layout is None else self._current.layout.bounds)
         if not torch.is_grad_enabled():
             return PipelineOutput(self._run(forwards_only(len(micro_batches)), run))
         alone = self._profiles(micro_batches[0])
         order = one_by_one(len(micro_batches)) if alone else self._order(len(micro_batches))
-        trained = [p for p in model.parameters() if p.requires_grad]
-        held = HeldGradients(trained)
+        held = HeldGradients(self._gradients)
         if self.drops_gradients():
-            for p in trained:
-                p.grad = None
-        with held.collecting():
+            for place in self._gradients:
+                place.grad = place.parameter.grad = None
+        with self._accumulating(), held.collecting():
             value = self._run(order, functools.partial(run, alone=alone))
             self._after_backward()
         return PipelineOutput(held.loss(value))
@@ -169,7 +178,9 @@ class PipelinedModel:
 
     def _profiles(self, micro_batch: dict[str, Any]) -> bool:
         """Return whether any process has to profile a micro-batch. Then all of them run one at a time."""
-        return self._agree(self.engine is not None and self.engine.profiles(*batch_size(micro_batch)))
+        rows, tokens = batch_size(micro_batch)
+        shards = 1 if self._current.layout is None else self._current.layout.shards
+        return self._agree(self.engine is not None and self.engine.profiles(rows, tokens // shards))
 
     # ---- one batch
 
@@ -190,16 +201,24 @@ class PipelinedModel:
         self,
         forward: Callable[..., Any],
         micro_batches: Sequence[dict[str, Any]],
+        layout: TokenLayout | None,
         action: StageAction,
         alone: bool = True,
     ) -> Tensor | None:
         """Run a forward or a backward. Returns the loss of a forward on the last stage."""
         if self.engine is not None and torch.is_grad_enabled():
             self.engine.begin_micro_batch(action.micro_batch, alone)
-        if not action.backward:
-            return self._run_forward(forward, micro_batches[action.micro_batch], action.micro_batch)
-        self._run_backward(action.micro_batch)
-        return None
+        arguments = micro_batches[action.micro_batch]
+        rows, _ = batch_size(arguments)
+        # A recomputation in the backward reads the layout, too.
+        self._current.layout = None if layout is None else layout.of_rows(action.micro_batch * rows, rows)
+        try:
+            if not action.backward:
+                return self._run_forward(forward, arguments, action.micro_batch)
+            self._run_backward(action.micro_batch)
+            return None
+        finally:
+            self._current.layout = layout
 
     def _run_forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Tensor | None:
         received = None if self.is_first else self._messages.receive_hidden()

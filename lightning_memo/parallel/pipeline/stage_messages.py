@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -31,28 +33,42 @@ class StageMessages:
         self._sending: list[tuple[dist.Work, Tensor]] = []
         self._shape: torch.Size | None = None
         self._dtype = torch.float32
-        self._tells_shape = True
+        self._tells_shape, self._order = True, 0
 
-    def begin(self) -> None:
-        """Begin a batch, whose hidden states all have one shape. The first message says which."""
+    def begin(self, bounds: Sequence[int] = ()) -> None:
+        """Begin a batch, whose hidden states all have one shape. The first message says which.
+
+        Args:
+            bounds: Where the slices end that decide in which order a process holds the tokens of the batch.
+        """
         self._shape, self._tells_shape = None, True
+        self._order = functools.reduce(lambda a, b: (a * 1_000_003 + b + 1) % 2**61, bounds, 0)
 
     def send_hidden(self, hidden: Tensor) -> None:
         """Begin to send the output of this stage's layers for a micro-batch to the next stage."""
         hidden = hidden.detach().contiguous()
         if self._tells_shape:
             self._tells_shape = False
-            described = [_DTYPES.index(hidden.dtype), hidden.dim(), *hidden.shape]
-            described += [0] * (2 + _MOST_DIMS - len(described))
+            described = [self._order, _DTYPES.index(hidden.dtype), hidden.dim(), *hidden.shape]
+            described += [0] * (3 + _MOST_DIMS - len(described))
             self._send(torch.tensor(described, device=self.device), self._onward, self.stage + 1)
         self._send(hidden, self._onward, self.stage + 1)
 
     def receive_hidden(self) -> Tensor:
-        """Return the input of this stage's layers for the next micro-batch, from the stage before."""
+        """Return the input of this stage's layers for the next micro-batch, from the stage before.
+
+        Raises:
+            RuntimeError: The stage before has the tokens of the batch in another order.
+        """
         if self._shape is None:
-            described = torch.empty(2 + _MOST_DIMS, dtype=torch.int64, device=self.device)
+            described = torch.empty(3 + _MOST_DIMS, dtype=torch.int64, device=self.device)
             dist.recv(described, group=self._onward, group_src=self.stage - 1)
-            dtype, dims, *sizes = described.tolist()
+            order, dtype, dims, *sizes = described.tolist()
+            if order != self._order:
+                raise RuntimeError(
+                    "pipeline_parallel_size: a stage cuts the batch into other slices than the stage before, and so "
+                    "has its tokens in another order: set sequence_parallel=False"
+                )
             self._shape, self._dtype = torch.Size(sizes[:dims]), _DTYPES[dtype]
         hidden = torch.empty(self._shape, dtype=self._dtype, device=self.device)
         dist.recv(hidden, group=self._onward, group_src=self.stage - 1)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_memo.parallel.clip_gradients import resolve_partial
 from lightning_memo.parallel.local_tensors import local_part
 from lightning_memo.parallel.pipeline.stage_modules import StagedModel
+from lightning_memo.parallel.zero.unreduced_gradients import Gradients
 
 
 class TiedWeights:
@@ -31,11 +32,16 @@ class TiedWeights:
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return any(getattr(m, name) is parameter for m, name in self._places)
 
-    def add_gradients(self) -> None:
-        """Give both copies of each weight the sum of their gradients. Both stages call this."""
-        for module, name in self._places:
-            parameter = getattr(module, name)
-            if parameter.requires_grad:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(local_part(parameter.grad), group=self._ends)
+    def add_gradients(self, gradients: Gradients) -> None:
+        """Give both copies of each weight the sum of their gradients. Both stages call this.
+
+        Args:
+            gradients: The gradients, before any other reduction.
+        """
+        for place in self._places:
+            of = gradients[place]
+            if of.parameter.requires_grad:
+                if of.grad is None:
+                    of.grad = of.zeros()
+                resolve_partial([of])
+                dist.all_reduce(local_part(of.grad), group=self._ends)

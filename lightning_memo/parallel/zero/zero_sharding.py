@@ -50,6 +50,9 @@ from lightning_memo.parallel.zero.quantised_collectives import send_quantised
 # Attribute of a unit whose weights are gathered with those of the layer around it.
 _WITH_LAYER = "_lightning_memo_with_layer"
 
+# What the groups of parameters do in a backward.
+_IN_BACKWARD = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
+
 
 @dataclass(frozen=True, slots=True)
 class ZeroSettings:
@@ -256,7 +259,7 @@ def _expect_no_backward(unit: FSDPModule, layer: nn.Module, inputs: Any, output:
     in_backward = torch._C._current_graph_task_id() != -1  # then nothing was recorded
     if in_backward or any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output)):
         return
-    for group in _parameter_groups(unit._get_fsdp_state()):
+    for group in parameter_groups(unit._get_fsdp_state()):
         order = group.comm_ctx.post_forward_order
         if order and order[-1] is group:
             order.pop()
@@ -275,13 +278,13 @@ def forget_unfinished(module: nn.Module) -> None:
     """
     for unit in fsdp_units(module):
         state = unit._get_fsdp_state()
-        for group in _parameter_groups(state):
+        for group in parameter_groups(state):
             group.wait_for_unshard()  # what was gathered for a backward that did not come
         unit.reshard()
         state._training_state = TrainingState.IDLE
         context = state._state_ctx
         context.post_backward_final_callback_queued, context.iter_forward_root = False, None
-        for group in _parameter_groups(state):
+        for group in parameter_groups(state):
             group._training_state = TrainingState.IDLE
             group.comm_ctx.post_forward_order.clear()
             for parameter in group.fsdp_params:
@@ -290,7 +293,7 @@ def forget_unfinished(module: nn.Module) -> None:
                     parameter._unsharded_param.grad = None
 
 
-def _parameter_groups(state: Any) -> list[Any]:
+def parameter_groups(state: Any) -> list[Any]:
     """Returns the parameter groups of a unit; newer versions of PyTorch have several."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
@@ -317,12 +320,14 @@ def accumulating(module: nn.Module, stage: int) -> Iterator[None]:
         stage: ZeRO stage.
     """
     units = fsdp_units(module)
+    groups = [group for unit in units for group in parameter_groups(unit._get_fsdp_state())]
+    before = [[getattr(group, name) for name in _IN_BACKWARD] for group in groups]  # this context may be in another one
     for unit in units:
         unit.set_requires_gradient_sync(stage >= 2, recurse=False)
         unit.set_reshard_after_backward(stage == 3, recurse=False)
     try:
         yield
     finally:
-        for unit in units:
-            unit.set_requires_gradient_sync(True, recurse=False)
-            unit.set_reshard_after_backward(True, recurse=False)
+        for group, values in zip(groups, before, strict=True):
+            for name, value in zip(_IN_BACKWARD, values, strict=True):
+                setattr(group, name, value)

@@ -200,7 +200,7 @@ class ActivationPlanner(MetersSteps):
     def _agree_on_layers(self, everyone: bool) -> None:
         """All processes cut their layers alike, and run the slices in the same order."""
         classes = self._engine.layer_classes
-        findings = self._ranks.gather((classes.why_whole, classes.why_nest), everyone)
+        findings = self._ranks.gather_slicing((classes.why_whole, classes.why_nest), everyone)
         why_whole, why_nest = (next(filter(None, whys), "") for whys in zip(*findings, strict=True))
         classes.agree(why_whole, why_nest)
 
