@@ -19,7 +19,16 @@ SIZES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp3": (3, {"pipeline_parallel_size": 3, "pipeline_layers": [1, 2, 1]}),
     "one": (1, {}),
     "dp2": (2, {"zero_stage": 3}),
+    "tp2": (2, {"tensor_parallel_size": 2}),
+    "pp2 x dp2 zero1": (4, {"pipeline_parallel_size": 2, "zero_stage": 1}),
+    "pp2 x tp2": (4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
+    "pp2 x cp2": (4, {"pipeline_parallel_size": 2, "context_parallel_size": 2}),
 }
+CHAINS = [
+    ("pp2", "one"), ("one", "pp2"), ("pp2", "pp3"), ("pp2", "dp2"), ("dp2", "pp2"), ("pp2", "pp2"),
+    ("pp2 x dp2 zero1", "pp2 x tp2"), ("pp2 x tp2", "pp2 x cp2"), ("pp2 x cp2", "pp2 x dp2 zero1"),
+    ("pp2 x tp2", "one"), ("one", "pp2 x dp2 zero1"), ("tp2", "pp2 x tp2"),
+]  # fmt: skip
 
 
 def _run_of(family: str) -> Run:
@@ -42,29 +51,28 @@ def _losses(family: str, sizes: str, checkpoint: Path, resume: bool) -> list[flo
     return [sum(losses) / size for losses in zip(*(o.losses for o in outcomes), strict=True)]
 
 
-@slow_if(lambda of, to: (of, to) not in {("pp2", "one"), ("one", "pp2")})
+@slow_if(lambda of, to: (of, to) not in {("pp2", "one"), ("one", "pp2"), ("pp2 x dp2 zero1", "pp2 x tp2")})
 @pytest.mark.parametrize("family", ["llama_tied"])
-@pytest.mark.parametrize(
-    ("of", "to"), [("pp2", "one"), ("one", "pp2"), ("pp2", "pp3"), ("pp2", "dp2"), ("dp2", "pp2"), ("pp2", "pp2")]
-)
+@pytest.mark.parametrize(("of", "to"), CHAINS)
 def test_goes_on_with_other_sizes(family: str, of: str, to: str, tmp_path: Path) -> None:
     _losses(family, of, tmp_path, resume=False)
     resumed = _losses(family, to, tmp_path, resume=True)  # whose first batch is profiled again
     assert resumed == pytest.approx(train_alone(_run_of(family)).losses[SAVED_AFTER:], rel=1e-6)
 
 
-def _export(family: str, folder: str) -> Outcome:
+def _export(family: str, sizes: str, folder: str) -> Outcome:
     def export(trainer: Any) -> dict[str, Any]:
         trainer.strategy.save_pretrained(folder)
         return {}
 
-    return train(_run_of(family), SIZES["pp2"][1] | {"alpha": 0.5}, export)
+    return train(_run_of(family), SIZES[sizes][1] | {"alpha": 0.5}, export)
 
 
-@slow_if(lambda family: family == "llama_gqa")
+@slow_if(lambda family, sizes: family == "llama_gqa" or sizes != "pp2")
 @pytest.mark.parametrize("family", ["llama_gqa", "llama_tied"])
-def test_a_trained_model_is_exported(family: str, tmp_path: Path) -> None:
-    outcomes: list[Outcome] = run_in_processes(2, _export, family, str(tmp_path / "model"))
+@pytest.mark.parametrize("sizes", ["pp2", "pp2 x tp2", "pp2 x dp2 zero1"])
+def test_a_trained_model_is_exported(sizes: str, family: str, tmp_path: Path) -> None:
+    outcomes: list[Outcome] = run_in_processes(SIZES[sizes][0], _export, family, sizes, str(tmp_path / "model"))
     trained = {name.removeprefix("model."): t for outcome in outcomes for name, t in outcome.weights.items()}
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     assert exported.keys() == trained.keys()
