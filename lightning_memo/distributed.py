@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
@@ -125,7 +126,7 @@ class DistributedStrategy(CheckpointingStrategy):
         _refuse_averaging(self.lightning_module.trainer.callbacks)
         self._setup_distributed()
         if self._processes is None:
-            self._processes = Processes(self.config, self.root_device)
+            self._processes = Processes(self.config, self.root_device, self._timeout or default_pg_timeout)
         self._device_mesh = self.lightning_module._device_mesh = self._processes.mesh
         if not isinstance(self.precision_plugin, MeshPrecision):
             self.precision_plugin = MeshPrecision(self.precision_plugin, self.root_device)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -89,39 +90,41 @@ def across_stages(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh[PIPELINE].get_group()
 
 
-def pipeline_groups(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def pipeline_groups(mesh: DeviceMesh, timeout: timedelta) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Returns two groups of the ranks that are the stages of this rank's pipeline, in order."""
-    return _pipeline_groups(dist.group.WORLD, mesh)
+    return _pipeline_groups(dist.group.WORLD, mesh, timeout)
 
 
 @functools.cache
-def _pipeline_groups(world: dist.ProcessGroup, mesh: DeviceMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def _pipeline_groups(
+    world: dist.ProcessGroup, mesh: DeviceMesh, timeout: timedelta
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     everyones = mesh.mesh.movedim(0, -1).flatten(0, -2).tolist()
-    onward, _ = dist.new_subgroups_by_enumeration(everyones)
-    back, _ = dist.new_subgroups_by_enumeration(everyones)
+    onward, _ = dist.new_subgroups_by_enumeration(everyones, timeout)
+    back, _ = dist.new_subgroups_by_enumeration(everyones, timeout)
     return onward, back
 
 
-def ends_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+def ends_group(mesh: DeviceMesh, timeout: timedelta) -> dist.ProcessGroup | None:
     """Returns the ranks of the first and the last stage of this rank's pipeline; `None` between them."""
-    return _ends_group(dist.group.WORLD, mesh)
+    return _ends_group(dist.group.WORLD, mesh, timeout)
 
 
 @functools.cache
-def _ends_group(world: dist.ProcessGroup, mesh: DeviceMesh) -> dist.ProcessGroup | None:
+def _ends_group(world: dist.ProcessGroup, mesh: DeviceMesh, timeout: timedelta) -> dist.ProcessGroup | None:
     pipelines = mesh.mesh.movedim(0, -1).flatten(0, -2).tolist()
-    ends, _ = dist.new_subgroups_by_enumeration([[ranks[0], ranks[-1]] for ranks in pipelines])
+    ends, _ = dist.new_subgroups_by_enumeration([[ranks[0], ranks[-1]] for ranks in pipelines], timeout)
     return ends
 
 
-def readers_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+def readers_group(mesh: DeviceMesh, timeout: timedelta) -> dist.ProcessGroup:
     """Returns the ranks that read the same batches: those that compute the same sequences, on all stages."""
-    return _readers_group(dist.group.WORLD, mesh)
+    return _readers_group(dist.group.WORLD, mesh, timeout)
 
 
 @functools.cache
-def _readers_group(world: dist.ProcessGroup, mesh: DeviceMesh) -> dist.ProcessGroup:
-    group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.movedim(-3, 0).flatten(1).tolist())
+def _readers_group(world: dist.ProcessGroup, mesh: DeviceMesh, timeout: timedelta) -> dist.ProcessGroup:
+    group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.movedim(-3, 0).flatten(1).tolist(), timeout)
     return group
 
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -64,6 +65,7 @@ class Processes:
     Args:
         config: The user's settings.
         device: Device of this process.
+        timeout: How long a stage of a pipeline waits for the others.
 
     Attributes:
         sizes: Data, context, tensor and expert parallel sizes.
@@ -80,7 +82,7 @@ class Processes:
         ValueError: The sizes do not fit the number of processes.
     """
 
-    def __init__(self, config: MemoConfig, device: torch.device) -> None:
+    def __init__(self, config: MemoConfig, device: torch.device, timeout: timedelta) -> None:
         self._config, self._device = config, device
         self.sizes = resolve_sizes(config, dist.get_world_size())
         self.mesh = build_mesh(self.sizes, device)
@@ -88,7 +90,8 @@ class Processes:
         self._experts = expert_meshes(self.mesh, self.sizes.expert) if self.sizes.expert > 1 else None
         staged = self.sizes.pipeline > 1
         self.current_layout = CurrentLayout()
-        self.pipeline = Pipeline(config, self.sizes, self.mesh, device, self.current_layout) if staged else None
+        staging = (config, self.sizes, self.mesh, device, self.current_layout, timeout)
+        self.pipeline = Pipeline(*staging) if staged else None
         in_step = self._sequence
         if self._experts is not None and self.sizes.expert > self.sizes.context:
             in_step = self._experts.homes
@@ -102,7 +105,7 @@ class Processes:
             world=dist.get_world_size() > 1,
         )
         shared = self._sequence.get_group() if self._sequence.size() > 1 else None
-        self._readers = readers_group(self.mesh) if staged else shared  # which get the same batches
+        self._readers = readers_group(self.mesh, timeout) if staged else shared  # which get the same batches
         self.context_groups: ContextGroups | None = None
         self._sharder = BatchSharder()
         self._loss_arguments = LossArguments(self.current_layout)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -125,7 +129,31 @@ class Dies(Callback):
             os._exit(1)
 
 
-def _train_until_a_death(settings: dict[str, Any]) -> tuple[str, list[str]]:
+class IsKilled(Callback):
+    """A process is killed in the third step, while a layer runs forward, or computes its activations again.
+
+    Args:
+        rank: Rank of the process.
+        call: Number of the call of its last layer in the step.
+    """
+
+    def __init__(self, rank: int, call: int) -> None:
+        self.notes: dict[str, Any] = {}
+        self._is_this, self._calls_before = dist.get_rank() == rank, call
+
+    @override
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if self._is_this and trainer.global_step == 2:
+            own = [layer for layer in module.model.model.layers if any(True for _ in layer.parameters())]
+            own[-1].mlp.register_forward_pre_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        if self._calls_before == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._calls_before -= 1
+
+
+def _train_until_a_death(run: Run, settings: dict[str, Any], dies: Callable[[], Callback]) -> tuple[str, list[str]]:
     """The error that this process ends with, and what was logged."""
     heard: list[str] = []
 
@@ -136,7 +164,7 @@ def _train_until_a_death(settings: dict[str, Any]) -> tuple[str, list[str]]:
     ear = Ear()
     logging.getLogger("lightning_memo").addHandler(ear)
     try:
-        train(RUN, settings, watch=Dies)
+        train(run, settings, watch=dies)
     except RuntimeError as error:
         return str(error), heard
     return "", heard
@@ -147,7 +175,7 @@ class Report(Exception):
 
 
 def _report_a_death(settings: dict[str, Any]) -> Outcome:
-    error, heard = _train_until_a_death(settings)
+    error, heard = _train_until_a_death(RUN, settings, Dies)
     raise Report(f"error: {error} heard: {heard}")
 
 
@@ -169,3 +197,31 @@ def test_a_process_that_dies_is_noticed_by_the_others(settings: dict[str, Any]) 
     assert caught.value.errors[1].startswith("the process ended")
     assert "rank 0 lost another process" in caught.value.errors[0]
     assert "look for the first error in the output of the other ranks" in caught.value.errors[0]
+
+
+def _end_after_a_death(settings: dict[str, Any], dies: Callable[[], Callback], told: str) -> None:
+    """Say in a file what was logged after another process has died, and end, as the command does."""
+    timeout = timedelta(seconds=20)
+    _, heard = _train_until_a_death(Run(batch=4, layers=4), settings | {"alpha": 0.0, "timeout": timeout}, dies)
+    Path(f"{told}-{dist.get_rank()}").write_text("\n".join(line for line in heard if "rank" in line))
+    os._exit(1)
+
+
+@slow_if(lambda processes, killed, call: processes == 3)
+@pytest.mark.parametrize(("processes", "killed", "call"), [(4, 3, 1), (3, 0, 0), (3, 1, 3)])
+def test_all_others_notice_that_a_stage_of_a_pipeline_is_killed(
+    processes: int, killed: int, call: int, tmp_path: Path
+) -> None:
+    """There are two pipelines of two stages, or one of three."""
+    stages = {4: {"pipeline_parallel_size": 2}, 3: {"pipeline_parallel_size": 3, "pipeline_layers": [2, 1, 1]}}
+    group = Group(processes, timeout_seconds=20)
+    try:
+        with pytest.raises(ProcessError) as caught:
+            group.run(_end_after_a_death, stages[processes], partial(IsKilled, killed, call), str(tmp_path / "told"))
+    finally:
+        group.stop()
+    assert caught.value.errors[killed].startswith("the process ended with exit code -9")
+    told = {rank: tmp_path / f"told-{rank}" for rank in range(processes) if rank != killed}
+    for rank, file in told.items():
+        (line,) = file.read_text().splitlines()
+        assert line.startswith(f"rank {rank} lost another process of the run")

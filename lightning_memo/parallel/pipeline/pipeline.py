@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ class Pipeline:
         mesh: Device mesh, whose first dimension are the stages.
         device: Device of this process.
         current_layout: Holds the layout of the batch.
+        timeout: How long a process waits for the other stages.
 
     Attributes:
         stage: Number of the stage of this process.
@@ -48,13 +50,14 @@ class Pipeline:
         mesh: DeviceMesh,
         device: torch.device,
         current_layout: CurrentLayout,
+        timeout: timedelta,
     ) -> None:
         self._config, self._sizes, self._device, self._current = config, sizes, device, current_layout
-        self._readers = readers_group(mesh)
-        onward, back = pipeline_groups(mesh)
+        self._readers = readers_group(mesh, timeout)
+        onward, back = pipeline_groups(mesh, timeout)
         self._messages = StageMessages(onward, back, device)
         self.stage = self._messages.stage
-        self._tied = TiedWeights(ends_group(mesh))
+        self._tied = TiedWeights(ends_group(mesh, timeout))
         self._run: PipelinedModel | None = None
 
     @property

@@ -34,21 +34,22 @@ class Evaluated(LanguageModel):
 
     @override
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch), batch_size=1)
+        self.log("val_loss", self.loss(batch), batch_size=1, sync_dist=True)
 
     @override
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.log("test_loss", self.loss(batch), batch_size=1)
+        self.log("test_loss", self.loss(batch), batch_size=1, sync_dist=True)
 
 
 def _loader(rows: int = RUN.batch) -> DataLoader[dict[str, Tensor]]:
     return DataLoader(Texts(RUN), batch_size=rows)
 
 
-def _evaluate() -> list[float]:
+def _evaluate(settings: dict[str, Any]) -> list[float]:
+    """Return losses of this process; data-parallel processes get the same batches."""
     module = Evaluated(RUN.build, lr=LR)
     trainer: Trainer = make_trainer(
-        MemoStrategy(pipeline_parallel_size=2, alpha=0.5, plan_memory=False),
+        MemoStrategy(pipeline_parallel_size=2, alpha=0.5, plan_memory=False, **settings),
         devices=dist.get_world_size(), max_steps=2, num_sanity_val_steps=1, val_check_interval=2,
         use_distributed_sampler=False,
     )  # fmt: skip
@@ -57,8 +58,9 @@ def _evaluate() -> list[float]:
     trainer.fit(module, _loader(), _loader(3))
     losses += [trainer.callback_metrics[name].item() for name in ("loss", "val_loss")]
     losses.append(trainer.test(module, _loader(3), verbose=False)[0]["test_loss"])
-    losses.append(float(torch.stack(trainer.predict(module, _loader(3))).mean()))
-    return losses
+    predicted = torch.stack(trainer.predict(module, _loader(3))).mean()
+    dist.all_reduce(predicted)  # context-parallel processes have parts of it
+    return [*losses, predicted.item() / dist.get_world_size()]
 
 
 @torch.no_grad()
@@ -66,7 +68,17 @@ def _loss_of(module: LanguageModel) -> float:
     return sum(float(module.loss(batch)) for batch in _loader(3)) / len(_loader(3))
 
 
-def test_losses_are_those_of_one_process_on_all_stages() -> None:
+@pytest.mark.parametrize(
+    ("processes", "settings"),
+    [
+        (2, {}),
+        pytest.param(4, {"zero_stage": 1}, marks=pytest.mark.slow),
+        pytest.param(4, {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
+        pytest.param(4, {"context_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_losses_are_those_of_one_process_on_all_stages(processes: int, settings: dict[str, Any]) -> None:
     module = Evaluated(RUN.build, lr=LR)
     optimizer, expected = module.configure_optimizers(), [_loss_of(module)]
     for batch in list(_loader())[:2]:
@@ -75,7 +87,7 @@ def test_losses_are_those_of_one_process_on_all_stages() -> None:
         (loss**2 / 2).backward()
         optimizer.step()
     expected += [loss.item()] + [_loss_of(module)] * 3
-    for losses in run_in_processes(2, _evaluate):
+    for losses in run_in_processes(processes, _evaluate, settings):
         assert losses == pytest.approx(expected, rel=1e-6)
 
 
