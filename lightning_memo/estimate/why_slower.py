@@ -6,10 +6,11 @@ from lightning_memo.estimate.request.estimate_request import Estimate, Question
 from lightning_memo.estimate.step.planner_inputs import device_budget
 from lightning_memo.estimate.times.layer_times import data_parallel_seconds, layer_times
 from lightning_memo.estimate.times.outside_times import optimizer_seconds, outside_seconds
+from lightning_memo.estimate.times.pipeline_times import idle_seconds, message_seconds
 from lightning_memo.utils.units import format_bytes, format_seconds
 
 _TENSOR, _CONTEXT, _DATA = "tensor-parallel traffic", "context-parallel traffic", "data-parallel traffic"
-_EXPERT = "expert-parallel traffic"
+_EXPERT, _STAGES = "expert-parallel traffic", "messages between pipeline stages"
 
 
 def why_slower(question: Question, answer: Estimate, best: Estimate) -> str:
@@ -46,7 +47,6 @@ def step_parts(question: Question, answer: Estimate) -> dict[str, float]:
     assert answer.step_seconds is not None
     parallel = answer.parallel
     runs = [(run.shape.layers, layer_times(run, parallel)) for run in question.runs(parallel)]
-    layers = question.shape.layers // parallel.pp
     sequences = question.batch_size // parallel.dp
     again = (answer.recompute_seconds or 0.0) / sequences
     in_layers = sum(count * times.computing for count, times in runs)
@@ -62,7 +62,8 @@ def step_parts(question: Question, answer: Estimate) -> dict[str, float]:
         _CONTEXT: sequences * context,
         _EXPERT: sequences * expert,
         _DATA: data_parallel_seconds(question, parallel, sequences * (computing + passing)),
-        "idle pipeline stages": (parallel.pp - 1) * (in_layers + passing) / layers,
+        "idle pipeline stages": idle_seconds(question, parallel, in_layers + passing),
+        _STAGES: message_seconds(question, parallel),
     }
     return {**parts, "copies not hidden by computation": max(answer.step_seconds - sum(parts.values()), 0.0)}
 
@@ -91,5 +92,6 @@ def _leaves_node(question: Question, answer: Estimate, what: str) -> bool:
         _CONTEXT: parallel.tp * parallel.cp,
         _EXPERT: parallel.tp * parallel.expert_parallel_size,
         _DATA: question.gpus // parallel.pp,
+        _STAGES: question.gpus if parallel.pp > 1 else 1,
     }
     return neighbours.get(what, 1) > question.cluster.devices_per_node

@@ -16,6 +16,8 @@ from lightning_memo.estimate.step.planner_inputs import device_budget, estimated
 from lightning_memo.estimate.step.published_alpha import PUBLISHED_ALPHAS, published_alpha
 from lightning_memo.estimate.step.step_estimate import estimate
 from lightning_memo.estimate.times.layer_times import data_parallel_seconds, layer_times, ring_bandwidth
+from lightning_memo.estimate.times.outside_times import optimizer_seconds, outside_seconds
+from lightning_memo.estimate.why_slower import step_parts
 from lightning_memo.planner import solve_alpha
 
 RING = Parallelism(tp=4, cp=2, zero_stage=1)
@@ -36,7 +38,7 @@ def ask(**changes: object) -> Question:
 
 def test_alpha_is_that_of_the_program_that_training_solves() -> None:
     staged = replace(RING, pp=2)  # whose plans name no kinds of tensors
-    question = ask(seq_len=512 * 1024, gpus=16)
+    question = ask(seq_len=512 * 1024, gpus=16, precision="bf16-true")
     solution = solve_alpha(estimated_layer_costs(question, staged), device_budget(question, staged))
     assert 0.3 < solution.alpha < 0.6
     assert estimate(question, staged).alpha == pytest.approx(solution.alpha, abs=1e-5)
@@ -227,8 +229,52 @@ def test_rings_use_the_network_where_they_leave_the_node() -> None:
     assert ring_bandwidth(cluster, 4, stride=4) == 2 * cluster.network_bandwidth
 
 
-def test_pipelines_wait_for_a_layer_while_they_fill() -> None:
-    one, two = (estimate(ask(gpus=8 * pp), replace(RING, pp=pp, zero_stage=0)) for pp in (1, 2))
+@pytest.mark.parametrize(("pp", "batch_size"), [(2, 8), (4, 16)])
+def test_pipelines_of_this_package_wait_for_whole_stages_and_for_messages(pp: int, batch_size: int) -> None:
+    question = ask(gpus=8 * pp, seq_len=64 * 1024, batch_size=batch_size, precision="bf16-true")
+    answer = estimate(question, replace(RING, pp=pp))
+    parts = step_parts(question, answer)
+    assert sum(parts.values()) == pytest.approx(answer.step_seconds, rel=0.02)
+    head = batch_size * outside_seconds(question, RING) + optimizer_seconds(question, replace(RING, pp=pp))
+    layers = answer.step_seconds - head - parts["messages between pipeline stages"] - parts["data-parallel traffic"]
+    bubble = (pp - 1) / (batch_size + pp - 1)
+    assert parts["idle pipeline stages"] / layers == pytest.approx(bubble, rel=0.02)
+    hidden_bytes = 64 * 1024 * 4096 * 2 / 8  # of a device
+    least = 2 * (pp - 1) * hidden_bytes / question.cluster.node_bandwidth
+    assert least < parts["messages between pipeline stages"] < 0.05 * answer.step_seconds
+    (sentence,) = (limit for limit in answer.limits if "pipeline stages" in limit)
+    assert f"is idle for {bubble:.0%}" in sentence and "sends 64.0 MiB to the next stage" in sentence
+    assert not any("pipeline" in limit for limit in estimate(ask(), RING).limits)
+
+
+def test_stages_keep_inputs_and_outputs_of_micro_batches_in_flight() -> None:
+    question = ask(gpus=16, seq_len=64 * 1024, precision="bf16-true")
+    one, many = (
+        estimated_layer_costs(replace(question, batch_size=size), replace(RING, pp=2)).transient_device_bytes
+        for size in (1, 16)
+    )
+    assert many - one >= 2 * 64 * 1024 * 4096 * 2 / 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "parallel", "message"),
+    [
+        ({}, replace(RING, pp=2), "precision=bf16-mixed has no pipelines"),
+        ({"precision": "bf16-true"}, replace(RING, pp=2, zero_stage=3), "pipelines run with ZeRO 0 and 1"),
+    ],
+    ids=["precision", "zero"],
+)
+def test_what_does_not_run_beside_a_pipeline_is_not_estimated(
+    changes: dict[str, object], parallel: Parallelism, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        estimate(ask(gpus=16, **changes), parallel)
+    assert "\n" not in str(caught.value)
+
+
+def test_pipelines_of_the_papers_wait_for_a_layer_while_they_fill() -> None:
+    questions = [ask(gpus=8 * pp, constants=constants_of("a800")) for pp in (1, 2)]
+    one, two = (estimate(q, replace(RING, pp=pp, zero_stage=0)) for pp, q in enumerate(questions, 1))
     assert one.step_seconds is not None and two.step_seconds is not None
     assert one.step_seconds / 2 < two.step_seconds < 0.53 * one.step_seconds
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from support.paths import ROOT
@@ -15,6 +16,9 @@ import paper_runs
 import papers
 from paper_cells import Cell
 from paper_sections import Section, best_alphas, sections
+
+from lightning_memo.estimate.step.step_estimate import estimate
+from lightning_memo.estimate.why_slower import step_parts
 
 
 def mean_error(cells: Sequence[Cell], count: int) -> float:
@@ -40,6 +44,19 @@ def test_zero_memory() -> None:
 @pytest.mark.parametrize(("model", "count"), [("7B", 9), ("13B", 12)])
 def test_mfu_of_table_3(model: str, count: int) -> None:
     assert mean_error([c.cell for c in paper_cells.table3() if c.table == model], count) <= 0.6
+
+
+def test_the_cell_with_a_pipeline() -> None:
+    """Stages of this package, which do not interleave, lose the bubble of 16 micro-batches: 1 / 17."""
+    (cell,) = (c for c in paper_cells.table3() if c.parallel.pp > 1)
+    assert (cell.table, cell.row, cell.parallel.pp) == ("13B", "384K", 2)
+    assert cell.cell.ours == pytest.approx(cell.cell.paper, abs=0.5)
+    ours = replace(cell.question.constants, program="lightning_memo")
+    question = replace(cell.question, constants=ours, precision="bf16-true", alpha=None)
+    answer = estimate(question, cell.parallel)
+    assert answer.mfu is not None and 2 < cell.cell.paper - answer.mfu < 3
+    idle = step_parts(question, answer)["idle pipeline stages"]
+    assert answer.step_seconds is not None and idle / answer.step_seconds == pytest.approx(1 / 17, rel=0.02)
 
 
 def test_mfu_of_table_4_without_a_plan_included() -> None:

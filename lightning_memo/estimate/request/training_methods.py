@@ -96,6 +96,11 @@ def why_not_by_method(question: Question, parallel: Parallelism) -> str:
         return "slices are estimated for data parallelism only: tp, cp and pp must be 1"
     if question.spill_bytes and parallel.pp > 1:
         return "spill_memory is estimated without pipeline parallelism: pp must be 1"
+    if parallel.pp > 1 and runs_here(question):
+        if question.precision == "bf16-mixed":
+            return "precision=bf16-mixed has no pipelines, bf16-true and 32-true have: pp must be 1"
+        if parallel.zero_stage > 1 or parallel.expert_parallel_size > 1:
+            return "pipelines run with ZeRO 0 and 1 and without divided experts: pp must be 1"
     if not traits.tensor_parallel and (parallel.tp > 1 or parallel.pp > 1):
         return f"{method} has neither tensor nor pipeline parallelism: tp and pp must be 1"
     # The DeepSpeed version of FPDT divides heads unevenly.

@@ -35,6 +35,10 @@ def estimated_layer_costs(question: Question, parallel: Parallelism) -> LayerCos
     alive = tokens if question.sliced is None else question.sliced.tokens
     others = max(run["other_bytes"][0] for run in runs)
     transient, in_backward = _transients(question, parallel, alive * (others // tokens))
+    if runs_here(question):  # a stage keeps its input and its output for each micro-batch in flight
+        inputs = max(run["input_bytes"][0] for run in runs)
+        transient += 2 * inputs * (sequences_in_flight(question, parallel) - 1)
+        in_backward += 2 * inputs * (sequences_in_flight(question, parallel) - 1)
     if question.swap_precision != "exact":
         in_backward += alive * restored_bytes_per_token(question, parallel)
     # All devices of a node share its disk.

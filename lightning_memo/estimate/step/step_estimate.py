@@ -25,6 +25,7 @@ from lightning_memo.estimate.step.resident_methods import estimate_fpdt, estimat
 from lightning_memo.estimate.step.swapping_methods import estimate_swapping
 from lightning_memo.estimate.times.layer_times import data_parallel_seconds
 from lightning_memo.estimate.times.outside_times import optimizer_seconds, outside_seconds
+from lightning_memo.estimate.times.pipeline_times import idle_seconds, message_seconds, pipeline_sentence
 from lightning_memo.utils.units import format_bytes
 
 
@@ -68,7 +69,7 @@ def estimate(question: Question, parallel: Parallelism) -> Estimate:
         slices=question.slices,
         host_bytes=outcome.host_bytes * devices_per_host(question) * sequences_in_flight(question, parallel),
         speeds=question.constants.note,
-        limits=[activations_sentence(traits, outcome), *limits],
+        limits=[*filter(None, (activations_sentence(traits, outcome), pipeline_sentence(question, parallel))), *limits],
     )
 
 
@@ -140,10 +141,10 @@ def _device_bytes(question: Question, parallel: Parallelism, outcome: LayersEsti
 
 
 def step_seconds_of(question: Question, parallel: Parallelism, outcome: LayersEstimate) -> float:
-    """Return the time of a step. Pipeline stages interleave: during fill and drain, each stage waits for one layer."""
+    """Return the time of a step."""
     sequences = question.batch_size // parallel.dp
-    layer = (outcome.seconds - outside_seconds(question, parallel)) * parallel.pp / question.shape.layers
-    computing = sequences * outcome.seconds + (parallel.pp - 1) * layer
+    idle = idle_seconds(question, parallel, outcome.seconds - outside_seconds(question, parallel))
+    computing = sequences * outcome.seconds + idle + message_seconds(question, parallel)
     synchronizing = data_parallel_seconds(question, parallel, computing)
     return computing + synchronizing + optimizer_seconds(question, parallel)
 
