@@ -28,6 +28,20 @@ _NEEDED_BY_KINDS: Final[dict[str, tuple[Any, ...]]] = {
     "schedule": ("auto", "layer", "nest"),
 }
 
+# The values of settings beside which TransformerEngine's modules compute in FP8.
+_ALLOWED_IN_FP8: Final[dict[str, tuple[Any, ...]]] = {
+    "context_parallel_size": (1,),
+    "tensor_parallel_size": (1,),
+    "expert_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "zero_stage": (0,),
+    "offload_state": (False,),
+    "slice_tokens": ("auto",),
+    "host_backed": ("auto", "none"),
+    "storage": ("auto", "alpha"),
+    "schedule": ("auto", "layer", "nest"),
+}
+
 # The values of settings beside which a pipeline runs.
 _ALLOWED_IN_PIPELINES: Final[dict[str, tuple[Any, ...]]] = {
     "expert_parallel_size": (1,),
@@ -78,6 +92,7 @@ class MemoConfig:
     host_backed: str = "auto"
     storage: str = "auto"
     swap_precision: str = "exact"
+    transformer_engine_fp8: bool = False
     loss_chunk_tokens: int | str | None = "auto"
     layers: str | Sequence[str] | None = None
     attention: str = "auto"
@@ -118,6 +133,8 @@ class MemoConfig:
         for field in fields(self):
             if field.type == "bool" and not isinstance(getattr(self, field.name), bool):
                 raise ValueError(f"{field.name}={getattr(self, field.name)!r} is not a switch: give True or False")
+        if self.transformer_engine_fp8:
+            self._check_beside(_ALLOWED_IN_FP8, "transformer_engine_fp8=True", "transformer_engine_fp8=False")
         _check_size("device_memory", self.device_memory)
         _check_size("host_memory", self.host_memory)
         _check_size("spill_memory", self.spill_memory)
@@ -192,11 +209,14 @@ class MemoConfig:
             raise ValueError(
                 f"pipeline_layers={list(layers)} contradicts pipeline_parallel_size={stages}: give {stages} numbers"
             )
-        for name, allowed in _ALLOWED_IN_PIPELINES.items():
+        self._check_beside(_ALLOWED_IN_PIPELINES, f"pipeline_parallel_size={stages}", "pipeline_parallel_size=1")
+
+    def _check_beside(self, settings: Mapping[str, tuple[Any, ...]], given: str, otherwise: str) -> None:
+        for name, allowed in settings.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not supported with pipeline_parallel_size={stages}: set "
-                    f"{name}={allowed[0]!r}, or pipeline_parallel_size=1"
+                    f"{name}={getattr(self, name)!r} is not supported with {given}: set {name}={allowed[0]!r}, or "
+                    f"{otherwise}"
                 )
 
     def _check_host_backed(self) -> None:

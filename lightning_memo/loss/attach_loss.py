@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from lightning_memo.engine.fp8_modules.supported_fp8 import why_scaled_by_engine
 from lightning_memo.engine.modules.layer_forward import replace_forward
 from lightning_memo.engine.modules.low_precision_scales import why_scaled_together
 from lightning_memo.engine.modules.token_local_modules import Forward, chunk_tokens_of
@@ -80,7 +81,7 @@ def _attach_head(head: Head, vocabulary: int, warn: Callable[[str], object]) -> 
         lazy = not kwargs and len(args) == 1 and args[0].dim() == 3 and not _has_backward_hooks(module)
         if not lazy or args[0].shape[:-1].numel() <= chunk_tokens_of(args[0], head.chunk_tokens):
             return forward(*args, **kwargs)
-        if why := proofs.why_not(module, forward, args[0]):
+        if why := why_scaled_by_engine(module) or proofs.why_not(module, forward, args[0]):
             if why not in warned:
                 warned.add(why)
                 warn(

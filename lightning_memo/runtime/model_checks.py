@@ -11,6 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_memo.engine.forward.refuse_checkpointing import TURN_IT_OFF
+from lightning_memo.engine.fp8_modules.global_state import engine_modules
 from lightning_memo.parallel.zero.zero_sharding import gathers_itself
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face, find_stacks, select_stacks
@@ -135,6 +136,26 @@ def refuse_liger_shards(model: nn.Module) -> None:
 
 def _runs_by_liger(module: nn.Module) -> bool:
     return (getattr(module.forward, "__module__", None) or "").startswith("liger_kernel.")
+
+
+def announce_fp8_modules(layers: Iterable[nn.Module]) -> None:
+    """Say that FP8 of TransformerEngine has not run on a GPU.
+
+    Args:
+        layers: The layers.
+
+    Raises:
+        ValueError: No layer has a module of TransformerEngine.
+    """
+    if not any(map(engine_modules, layers)):
+        raise ValueError(
+            "transformer_engine_fp8=True is for layers with TransformerEngine's modules, and these have none: leave it "
+            "out"
+        )
+    rank_zero_info(
+        "lightning_memo: transformer_engine_fp8=True was tested on a CPU, with a stand-in for TransformerEngine, and "
+        "has not run on a GPU: compare the first losses with those of plain training."
+    )
 
 
 def announce_fused_loss(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_memo.engine.fp8_modules.module_scales import Fp8State
 from lightning_memo.engine.state.held_values import Held
 from lightning_memo.engine.state.mutated_buffers import same_bytes
 from lightning_memo.engine.state.other_generators import OtherGenerators
@@ -26,8 +27,8 @@ _ABSENT = object()
 class StepState:
     """The state from before the forward of a batch, to which the process can return.
 
-    It holds the states of generators of random numbers, the buffers, and the numbers, tensors and containers among the
-    attributes of modules.
+    It holds the states of generators of random numbers, the buffers, the numbers, tensors and containers among the
+    attributes of modules, and the FP8 state of TransformerEngine.
 
     Tensors are copied into the memory of the first batch's copies: planned buffers do not outlive a step.
 
@@ -44,6 +45,7 @@ class StepState:
         self._modules = _modules_of(model)
         self._with_attributes, self._is_first = [m for m in self._modules if m is not without], True
         self._copies: dict[tuple[int, str], Tensor] = {}
+        self._fp8 = Fp8State(model)
         self._note_modules()
 
     def note(self, again: bool) -> None:
@@ -57,6 +59,7 @@ class StepState:
         if self._rng.accelerator is not None and present.accelerator is not None:
             self._rng.accelerator.copy_(present.accelerator)
         self._generators.note()
+        self._fp8.note()
         if self._is_first and not again:  # looking at all attributes takes 0.1 ms in a small model
             changed = {id(each.module) for each in self._attributes if each.changed}
             self._with_attributes = [module for module in self._with_attributes if id(module) in changed]
@@ -115,6 +118,7 @@ class StepState:
             attributes.restore()
         for each in self._tensors:
             each.restore()
+        self._fp8.restore()
         self._rng.restore()
         self._generators.restore()
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook
 
+from lightning_memo.engine.fp8_modules.inner_contexts import entrances
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.user_errors import RefusedAtAnyLength
 
@@ -24,14 +25,15 @@ _ENTRANCES: tuple[tuple[Any, str], ...] = ((CheckpointFunction, "forward"), (_ch
 
 @contextlib.contextmanager
 def refusing_checkpoint() -> Iterator[None]:
-    """Make `torch.utils.checkpoint` raise inside the context, in which a layer runs that is trained.
+    """Make activation checkpointing raise inside the context, in which a layer runs that is trained.
 
     Raises:
-        ValueError: `torch.utils.checkpoint` was called.
+        ValueError: `torch.utils.checkpoint` or TransformerEngine's checkpoint was called, or its FP8 autocast entered.
     """
-    before = [(kind, name, vars(kind)[name]) for kind, name in _ENTRANCES]
-    for kind, name in _ENTRANCES:
-        setattr(kind, name, staticmethod(_refuse))
+    refused = [(kind, name, staticmethod(_refuse)) for kind, name in _ENTRANCES] + entrances(_refuse_of_engine)
+    before = [(kind, name, vars(kind)[name]) for kind, name, _ in refused]
+    for kind, name, replacement in refused:
+        setattr(kind, name, replacement)
     try:
         yield
     finally:
@@ -41,6 +43,10 @@ def refusing_checkpoint() -> Iterator[None]:
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
     raise RefusedAtAnyLength(f"a layer uses activation checkpointing (torch.utils.checkpoint): {TURN_IT_OFF}")
+
+
+def _refuse_of_engine(*args: Any, **kwargs: Any) -> NoReturn:
+    raise RefusedAtAnyLength(f"a layer uses TransformerEngine's activation checkpointing: {TURN_IT_OFF}")
 
 
 def refuse_layer_in_backward(layer: nn.Module) -> None:

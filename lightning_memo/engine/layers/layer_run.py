@@ -12,6 +12,7 @@ from torch.autograd import Variable
 
 from lightning_memo.engine.forward.autocast import ambient_autocast
 from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.fp8_modules.module_scales import ForwardFp8
 from lightning_memo.engine.layers.call_attention import CallAttention
 from lightning_memo.engine.layers.call_meter import CallMeter, CallPosition
 from lightning_memo.engine.layers.call_storage import CallStorage, StoragePolicy
@@ -279,4 +280,5 @@ def _forward_context(call: LayerCall, x: Tensor, slices: Sequence[TokenRange], t
         generators = OtherGenerators.of(call.layer, state or PythonState(call.layer, arguments))
     rng, autocast = RngState.capture(x.device), ambient_autocast(x.device.type)
     versions = BufferVersions(call.layer) if len(slices) > 1 else None
-    return ForwardContext(rng, generators, buffers, state, autocast, versions)
+    fp8 = ForwardFp8.of(call.layer) if recomputes else None
+    return ForwardContext(rng, generators, buffers, state, autocast, versions, fp8)

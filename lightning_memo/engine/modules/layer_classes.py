@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from lightning_memo.artifacts.swap_plan import Schedule
 from lightning_memo.engine.forward.collected_outputs import collecting_nothing
 from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.fp8_modules.supported_fp8 import fp8_form, refuse_unsupported_fp8, why_scaled_by_engine
 from lightning_memo.engine.modules.layer_probe import BackendOf, LayerTraits, probe_layer
-from lightning_memo.engine.modules.low_precision_scales import refuse_changing_scales, why_scaled_together
+from lightning_memo.engine.modules.low_precision_scales import why_scaled_together
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
 from lightning_memo.engine.state.module_attributes import ModuleAttributes
 from lightning_memo.engine.state.named_values import named_values
@@ -99,13 +100,13 @@ class LayerClasses:
 
         Raises:
             ValueError: The layer may mix tokens outside of attention, and tokens are divided over processes; or the
-                layer cannot run more than once.
+                layer cannot run more than once, or not in FP8.
         """
-        refuse_changing_scales(call.layer)
+        refuse_unsupported_fp8(call.layer, self._settings.transformer_engine_fp8)
         functions = named_values(call.layer).present_functions()
         attributes = ModuleAttributes.of(call.layer.named_modules(), functions)
         # Traits of a single token do not hold for longer sequences.
-        form: object = (x.dtype, call.form(), attributes.switches, call.tokens < 2)
+        form: object = (x.dtype, call.form(), attributes.switches, call.tokens < 2, fp8_form())
         by_form = self._traits.setdefault((id(call.layer), attributes.modules, _gradients_of(x)), {})
         if form not in by_form and len(by_form) >= _MOST_FORMS:
             form = _ANY_OTHER
@@ -146,7 +147,7 @@ class LayerClasses:
             ValueError: It may mix tokens, and tokens are divided over processes.
         """
         locality = Locality("")
-        if scaled := self._scaled_together():
+        if scaled := self._scaled_together() or why_scaled_by_engine(call.layer):
             locality = Locality(scaled)
         elif any_other:
             locality = Locality(f"{call.name} gets other arguments in each call")

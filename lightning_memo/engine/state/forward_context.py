@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memo.engine.fp8_modules.module_scales import ForwardFp8
 from lightning_memo.engine.state.forward_state import ForwardState
 from lightning_memo.engine.state.mutated_buffers import BufferVersions, MutatedBuffers
 from lightning_memo.engine.state.other_generators import OtherGenerators
@@ -28,6 +29,7 @@ class ForwardContext:
         state: What the forward read apart from its inputs; `None` if nothing is recomputed.
         autocast: A factory of the autocast context that was active in the forward.
         versions: Counts of changes of the buffers before the forward; `None` if the layer runs on all tokens at once.
+        fp8: The FP8 autocast and scales of the forward; `None` if the layer has none, or nothing is recomputed.
         variables: The context variables (`contextvars`) of the forward. In the backward on a GPU, which has a thread of
             its own, they would have their defaults.
     """
@@ -38,6 +40,7 @@ class ForwardContext:
     state: ForwardState | None
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
     versions: BufferVersions | None
+    fp8: ForwardFp8 | None = None
     variables: Context = field(default_factory=copy_context)
 
     def restore_random(self) -> None:
@@ -56,5 +59,6 @@ class ForwardContext:
         with (
             self.rng.replayed(), self.generators.replayed(), self.state.replayed() as copies, self.buffers.replayed(),
             torch.enable_grad(), self.autocast(),
+            contextlib.nullcontext() if self.fp8 is None else self.fp8.replayed(),
         ):  # fmt: skip
             yield copies

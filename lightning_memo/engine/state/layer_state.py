@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.fp8_modules.module_scales import Fp8State
 from lightning_memo.engine.state.mutated_buffers import MutatedBuffers
 from lightning_memo.engine.state.other_generators import OtherGenerators
 from lightning_memo.engine.state.python_state import PythonState
@@ -14,7 +15,7 @@ from lightning_memo.kernels import RngState
 
 
 class LayerState:
-    """The random state, and the buffers, attributes and arguments of a layer.
+    """The random state, the buffers, attributes and arguments of a layer, and its FP8 state.
 
     Args:
         call: The layer and its arguments.
@@ -31,6 +32,7 @@ class LayerState:
         self.rng, self.buffers = RngState.capture(device), MutatedBuffers(call.layer)
         self.python = PythonState(call.layer, (call.args, call.kwargs), named=True)
         self.tensors = TensorAttributes(self.python, self.buffers.ids)
+        self._fp8 = Fp8State(call.layer)
         self._call, self._generators = call, OtherGenerators.of(call.layer, self.python)
 
     def why_not_written(self, t: Tensor) -> str:
@@ -48,6 +50,7 @@ class LayerState:
         self.buffers.restore(self.buffers.changed())
         self.python.restore()
         self.tensors.restore()
+        self._fp8.restore()
         self.restore_random()
 
     def restore_random(self) -> None:

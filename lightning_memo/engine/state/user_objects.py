@@ -14,8 +14,9 @@ from lightning_memo.utils.python_objects import dict_of, package_of, slots_of
 _FRAMEWORKS = frozenset({"torch", "lightning", "pytorch_lightning", "accelerate", "lightning_memo"})
 # Packages whose code treats each token by itself, and keeps no count of what a layer computes.
 TRUSTED = _FRAMEWORKS | {"transformers", "peft", "torchao", "bitsandbytes", "liger_kernel"}
-# Objects of these are no state of a layer, for example FSDP's, which changes between forward and backward.
-LIBRARIES = _FRAMEWORKS | (sys.stdlib_module_names - {"types", "argparse"})
+# Objects of these are no state of a layer, for example FSDP's, which changes between forward and backward. Those of
+# TransformerEngine are restored by `fp8_modules`.
+LIBRARIES = _FRAMEWORKS | {"transformer_engine"} | (sys.stdlib_module_names - {"types", "argparse"})
 # Classes of a library whose objects hold what users put into them.
 _HELD_BY_USERS = frozenset({UserDict, UserList})
 

@@ -1,0 +1,117 @@
+"""Which layers with TransformerEngine's modules are trained in FP8. All others are refused with one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from torch import nn
+
+from lightning_memo.engine.fp8_modules.global_state import engine_modules, fp8_manager, is_in_fp8, why_other_version
+from lightning_memo.utils.class_names import class_name
+
+RECIPES: Final = ("DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling")
+CLASSES: Final = ("Linear", "LayerNormLinear", "LayerNormMLP")
+_TURN_ON: Final = (
+    "set MemoStrategy(transformer_engine_fp8=True), which has not run on a GPU, leave its autocast out, or take "
+    "torchao's float8 training"
+)
+
+
+def refuse_unsupported_fp8(layer: nn.Module, allowed: bool) -> None:
+    """Refuse a layer whose modules of TransformerEngine compute in FP8, unless that was asked for and is known to run.
+
+    Args:
+        layer: The layer, which is about to run.
+        allowed: Whether the user has asked for it (`transformer_engine_fp8`).
+
+    Raises:
+        ValueError: It was not asked for, or the release, the recipe or a module is not supported.
+    """
+    modules = engine_modules(layer) if is_in_fp8() else []
+    if not modules:
+        return
+    name = class_name(layer)
+    if not allowed:
+        raise ValueError(
+            f"{class_name(modules[0])} of {name} is TransformerEngine's and computes in FP8, which changes its scales "
+            f"in each forward, but lightning_memo runs layers more than once: {_TURN_ON}"
+        )
+    if why := why_other_version():
+        raise ValueError(f"transformer_engine_fp8=True reads TransformerEngine's state, but {why}: install a known one")
+    if why := _why_not_recipe():
+        raise ValueError(f"transformer_engine_fp8=True does not support {why}")
+    for m in modules:
+        if why := _why_not_module(m):
+            raise ValueError(f"transformer_engine_fp8=True does not support {class_name(m)} of {name} {why}")
+
+
+def why_scaled_by_engine(module: nn.Module) -> str:
+    """Return why a module runs on all tokens at once, if modules of TransformerEngine in it compute in FP8 now."""
+    found = engine_modules(module) if is_in_fp8() else []
+    if not found:
+        return ""
+    return f"{class_name(found[0])} of {class_name(module)} computes in TransformerEngine's FP8, with scales of tokens"
+
+
+def fp8_form() -> str:
+    """Return by which recipe modules of TransformerEngine compute now; empty if not in FP8."""
+    manager = fp8_manager()
+    return f"{manager.get_fp8_recipe()}" if manager is not None and is_in_fp8() else ""
+
+
+def _why_not_recipe() -> str:
+    """Return what is not supported of the active autocast, and what to do; empty if all of it is."""
+    manager = fp8_manager()
+    assert manager is not None
+    recipe = manager.get_fp8_recipe()
+    kind = type(recipe).__name__
+    if manager.is_fp8_calibration():
+        return "calibration, which notes maxima without FP8: leave calibrating out of the autocast"
+    if kind not in RECIPES:
+        return f"the recipe {kind}: give {', '.join(RECIPES[:-1])} or {RECIPES[-1]}"
+    for name in ("fp8_dpa", "fp8_mha", "backward_override"):
+        if getattr(recipe, name, None):
+            return f"{kind} with {name}={getattr(recipe, name)!r}: leave {name} out"
+    if manager.quantization_state.fp8_graph_capturing:
+        return "CUDA graphs of TransformerEngine: leave make_graphed_callables out"
+    return ""
+
+
+def _delays_weight_gradients(m: Any) -> bool:
+    store = getattr(m, "wgrad_store", None)
+    return store is not None and bool(store.delay_wgrad_compute())
+
+
+# What each class has, and what is not supported of it.
+_UNSUPPORTED: Final[tuple[tuple[str, Callable[[Any], bool]], ...]] = (
+    (
+        "with weights in FP8: leave quantized_model_init (fp8_model_init) out",
+        lambda m: bool(m.primary_weights_in_fp8),
+    ),
+    (
+        "with cached FP8 weights: leave is_first_microbatch out",
+        lambda m: bool(m._fp8_workspaces),
+    ),
+    (
+        "with its own tensor or sequence parallelism: leave tp_size, parallel_mode and sequence_parallel out",
+        lambda m: m.tp_size > 1 or bool(m.sequence_parallel),
+    ),
+    (
+        "with checkpoint=True, which recomputes as well: leave it out",
+        lambda m: bool(getattr(m, "checkpoint", False)),
+    ),
+    (
+        "with gradients of weights that are added up or computed elsewhere: leave fuse_wgrad_accumulation and "
+        "delay_wgrad_compute out",
+        lambda m: bool(getattr(m, "fuse_wgrad_accumulation", False)) or _delays_weight_gradients(m),
+    ),
+)
+
+
+def _why_not_module(m: nn.Module) -> str:
+    """Return what is not supported of a module of TransformerEngine, and what to do; empty if all of it is."""
+    kinds = {c.__name__ for c in type(m).__mro__ if c.__module__.startswith("transformer_engine.pytorch.module.")}
+    if kinds.isdisjoint(CLASSES):
+        return f"in FP8, only {', '.join(CLASSES[:-1])} and {CLASSES[-1]}: take PyTorch's instead"
+    return next((what for what, has in _UNSUPPORTED if has(m)), "")

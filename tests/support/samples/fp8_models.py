@@ -1,0 +1,103 @@
+"""Models of TransformerEngine's modules, of the stand-in that is loaded, and what is compared of their training."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from typing_extensions import override
+
+from support.families import PlainModel
+from support.samples.callbacks import Gradients
+from support.trainer_harness import LanguageModel, fit, loader, plain
+
+LAYERS, HIDDEN, HEADS = 4, 32, 4
+
+
+def engine() -> Any:
+    """Return `transformer_engine.pytorch`."""
+    return sys.modules["transformer_engine.pytorch"]
+
+
+class EngineBlock(nn.Module):
+    """A block of the three modules that compute in FP8."""
+
+    def __init__(self, **mlp: Any) -> None:
+        super().__init__()
+        te = engine()
+        self.qkv, self.out = te.LayerNormLinear(HIDDEN, 3 * HIDDEN), te.Linear(HIDDEN, HIDDEN)
+        self.mlp = te.LayerNormMLP(HIDDEN, 2 * HIDDEN, **mlp)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, hidden = x.shape
+        qkv = self.qkv(x).view(batch, tokens, 3, HEADS, hidden // HEADS)
+        q, k, v = (t.transpose(1, 2) for t in qkv.unbind(2))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, tokens, hidden))
+        return x + self.mlp(x)
+
+
+def blocks_of(kind: Callable[[], nn.Module] = EngineBlock, layers: int = LAYERS) -> nn.Module:
+    """Return a model of several blocks."""
+    return PlainModel([kind() for _ in range(layers)])
+
+
+def recipe_of(name: str) -> Any:
+    """Return a recipe by its name: "delayed", "most_recent", "unfused", "current" or "mxfp8"."""
+    te = engine()
+    if name == "current":
+        return te.Float8CurrentScaling()
+    if name == "mxfp8":
+        return te.MXFP8BlockScaling()
+    algorithms: dict[str, Any] = {"delayed": "max", "most_recent": "most_recent", "unfused": lambda h: h.amax(0)}
+    return te.DelayedScaling(amax_history_len=4, amax_compute_algo=algorithms[name])
+
+
+class InFp8(LanguageModel):
+    """A module whose training step enters the autocast around the model."""
+
+    def __init__(self, recipe: Any, build: Callable[[], nn.Module] = blocks_of, **settings: Any) -> None:
+        super().__init__(build, **settings)
+        self.recipe = recipe
+
+    @override
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        with engine().autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            return super().loss(batch)
+
+
+class Scales(Callback):
+    """Notes the scales and histories of all modules after each batch."""
+
+    def __init__(self) -> None:
+        self.noted: list[list[Tensor]] = []
+
+    @override
+    def on_train_batch_end(self, trainer: Any, module: nn.Module, *args: Any) -> None:
+        self.noted.append(list(scales_in(module)))
+
+
+def scales_in(module: nn.Module) -> Iterator[Tensor]:
+    """Yield copies of the scales and histories of a module."""
+    for m in module.modules():
+        for key in ("scaling_fwd", "scaling_bwd"):
+            state = getattr(m, "fp8_meta", {}).get(key)
+            for name in ("scale", "amax_history"):
+                if (t := getattr(state, name, None)) is not None:
+                    yield t.clone()
+
+
+def trained(strategy: Any, module: LanguageModel, data: Any = None, **settings: Any) -> tuple[Any, list[Tensor]]:
+    """Train, and return the result, and all that has to be bit-equal: losses, gradients, weights, scales, histories."""
+    engine().FP8GlobalStateManager.reset()
+    gradients, scales = Gradients(), Scales()
+    train: Callable[..., Any] = plain if strategy is None else lambda *a, **k: fit(strategy, *a, **k)
+    callbacks = [gradients, scales, *settings.pop("callbacks", ())]
+    result = train(module, loader() if data is None else data, callbacks=callbacks, **settings)
+    weights = [p.detach().clone() for p in module.parameters()]
+    noted = [t for step in scales.noted for t in step]
+    return result, [torch.tensor(result.losses), *gradients.last.values(), *weights, *noted]

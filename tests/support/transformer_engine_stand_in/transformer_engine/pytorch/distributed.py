@@ -1,0 +1,71 @@
+"""Activation checkpointing, by which TransformerEngine recomputes by itself."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast
+
+_FP8_ACTIVATION_RECOMPUTE_ENABLED = False
+_FP8_ACTIVATION_RECOMPUTE_PHASE = False
+
+
+class activation_recompute_forward(contextlib.AbstractContextManager[Any]):  # noqa: N801
+    """Modules note their scales inside, or return to those that they have noted."""
+
+    _is_first_fp8_module: list[bool] = []
+
+    def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False) -> None:
+        self.activation_recompute, self.recompute_phase = activation_recompute, recompute_phase
+
+    def __enter__(self) -> None:
+        global _FP8_ACTIVATION_RECOMPUTE_ENABLED, _FP8_ACTIVATION_RECOMPUTE_PHASE
+        _FP8_ACTIVATION_RECOMPUTE_ENABLED = self.activation_recompute and FP8GlobalStateManager.is_fp8_enabled()
+        _FP8_ACTIVATION_RECOMPUTE_PHASE = self.recompute_phase
+        state, first = FP8GlobalStateManager.quantization_state, activation_recompute_forward._is_first_fp8_module
+        if self.activation_recompute and not self.recompute_phase:
+            first.append(state.is_first_fp8_module)
+        if self.activation_recompute and self.recompute_phase:
+            state.is_first_fp8_module = first.pop(0)
+
+    def __exit__(self, *exc_details: Any) -> None:
+        global _FP8_ACTIVATION_RECOMPUTE_ENABLED, _FP8_ACTIVATION_RECOMPUTE_PHASE
+        _FP8_ACTIVATION_RECOMPUTE_ENABLED = _FP8_ACTIVATION_RECOMPUTE_PHASE = False
+
+
+def is_fp8_activation_recompute_enabled() -> bool:
+    """Return whether modules note their scales now."""
+    return _FP8_ACTIVATION_RECOMPUTE_ENABLED
+
+
+def in_fp8_activation_recompute_phase() -> bool:
+    """Return whether modules run again now."""
+    return _FP8_ACTIVATION_RECOMPUTE_PHASE
+
+
+class _CheckpointFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run_function: Any, *args: torch.Tensor) -> torch.Tensor:
+        ctx.run_function = run_function
+        with torch.no_grad(), activation_recompute_forward(activation_recompute=True, recompute_phase=False):
+            outputs = run_function(*args)
+        ctx.save_for_backward(*args)
+        ctx.fp8 = FP8GlobalStateManager.is_fp8_enabled()
+        ctx.fp8_recipe = FP8GlobalStateManager.get_fp8_recipe() if ctx.fp8 else None
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *args: torch.Tensor) -> tuple[Any, ...]:
+        detached = [t.detach().requires_grad_(t.requires_grad) for t in ctx.saved_tensors]
+        again = activation_recompute_forward(activation_recompute=True, recompute_phase=True)
+        with torch.enable_grad(), again, autocast(enabled=ctx.fp8, recipe=ctx.fp8_recipe):
+            outputs = ctx.run_function(*detached)
+        torch.autograd.backward(outputs, args)
+        return (None, *(t.grad for t in detached))
+
+
+def checkpoint(function: Any, *args: torch.Tensor) -> torch.Tensor:
+    """Run a function, and run it again in the backward."""
+    return _CheckpointFunction.apply(function, *args)

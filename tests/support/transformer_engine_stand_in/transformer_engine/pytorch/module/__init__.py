@@ -1,0 +1,8 @@
+"""The modules."""
+
+from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
+from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear
+from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP
+from transformer_engine.pytorch.module.linear import Linear
+
+__all__ = ["GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear"]

@@ -1,0 +1,117 @@
+"""A layer norm with an MLP of two products, whose FP8 state is that of both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformer_engine.pytorch.module.base import (
+    TransformerEngineBaseModule,
+    assert_dim_for_fp8_exec,
+    cast_if_needed,
+    general_gemm,
+    grad_output_preprocess,
+    quantize_weight,
+    takes_first_module,
+)
+from transformer_engine.pytorch.module.layernorm_linear import apply_normalization, normalization_backward
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from transformer_engine.pytorch.quantized_tensor import clear_tensor_data, prepare_for_saving, restore_from_func_ctx
+
+
+def _weight(weight: Tensor, quantizer: Any, dtype: Any, is_grad_enabled: bool) -> Any:
+    if quantizer is None:
+        return cast_if_needed(weight, dtype)
+    quantizer.set_usage(rowwise=True, columnwise=is_grad_enabled)
+    found = quantize_weight(tensor=weight, quantizer=quantizer, workspaces={}, name=None)
+    found.update_usage(rowwise_usage=True)
+    return found
+
+
+class _LayerNormMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inp: Tensor, *rest: Any) -> Tensor:
+        ln_weight, ln_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, args = rest
+        fp8, dtype, is_grad_enabled = args["fp8"], args["activation_dtype"], args["is_grad_enabled"]
+        fc1_input, fc1_weights, fc2_input, fc2_weights, fc1_grad, fc2_grad = args["quantizers"]
+        inputmat = cast_if_needed(inp.view(-1, inp.shape[-1]), dtype)
+        if fp8:
+            assert_dim_for_fp8_exec(inputmat, fc1_weight, fc2_weight)
+            fc1_input.set_usage(rowwise=True, columnwise=is_grad_enabled)
+            fc2_input.set_usage(rowwise=True, columnwise=is_grad_enabled)
+        ln_out, mu, rsigma = apply_normalization(inputmat, ln_weight, ln_bias, fc1_input)
+        fc1_weight_final = _weight(fc1_weight, fc1_weights, dtype, is_grad_enabled)
+        fc2_weight_final = _weight(fc2_weight, fc2_weights, dtype, is_grad_enabled)
+        fc1_out = general_gemm(fc1_weight_final, ln_out, dtype, bias=fc1_bias)
+        act_out: Any = F.gelu(fc1_out, approximate="tanh")
+        act_out = act_out if fc2_input is None else fc2_input(act_out)
+        out = general_gemm(fc2_weight_final, act_out, dtype, bias=fc2_bias).view(inp.shape)
+        if not is_grad_enabled:
+            return out
+        tensors_to_save, tensor_objects = prepare_for_saving(
+            inputmat, ln_weight, ln_out, fc1_weight_final, fc1_weight, fc1_out, act_out, fc2_weight_final, fc2_weight,
+            mu, rsigma,
+        )  # fmt: skip
+        ctx.save_for_backward(*tensors_to_save)
+        ctx.tensor_objects = tensor_objects
+        ctx.fp8, ctx.dtype, ctx.inp_shape, ctx.grad_quantizers = fp8, dtype, inp.shape, (fc1_grad, fc2_grad)
+        ctx.reduce_and_update_bwd_fp8_tensors = False
+        if fp8 and any(t.requires_grad for t in (inp, *rest[:-1])):
+            ctx.reduce_and_update_bwd_fp8_tensors = takes_first_module()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        inputmat, ln_weight, ln_out, fc1_weight, _, fc1_out, act_out, fc2_weight, _, mu, rsigma = restore_from_func_ctx(ctx)
+        dy, dfc2_bias = grad_output_preprocess(ctx.fp8, grad_output, True, ctx.grad_quantizers[1])
+        dact = general_gemm(fc2_weight, dy, ctx.dtype, layout="NN")
+        dfc2 = general_gemm(act_out, dy, ctx.dtype, layout="NT")
+        clear_tensor_data(act_out)
+        dfc1_out = torch.ops.aten.gelu_backward(dact, fc1_out, approximate="tanh")
+        clear_tensor_data(fc1_out)
+        dz, dfc1_bias = grad_output_preprocess(ctx.fp8, dfc1_out, True, ctx.grad_quantizers[0])
+        dln = general_gemm(fc1_weight, dz, ctx.dtype, layout="NN")
+        dfc1 = general_gemm(ln_out, dz, ctx.dtype, layout="NT")
+        clear_tensor_data(ln_out)
+        dx, dln_weight, dln_bias = normalization_backward(dln, inputmat, mu, rsigma, ln_weight)
+        if ctx.reduce_and_update_bwd_fp8_tensors:
+            FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+        return dx.view(ctx.inp_shape), dln_weight, dln_bias, dfc1, dfc1_bias, dfc2, dfc2_bias, None
+
+
+class LayerNormMLP(TransformerEngineBaseModule):
+    """A layer norm with an MLP."""
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, checkpoint: bool = False, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.checkpoint = checkpoint
+        self.layer_norm_weight = nn.Parameter(torch.ones(hidden_size))
+        self.layer_norm_bias = nn.Parameter(torch.zeros(hidden_size))
+        self.fc1_weight = nn.Parameter(torch.randn(ffn_hidden_size, hidden_size) * 0.1)
+        self.fc1_bias = nn.Parameter(torch.zeros(ffn_hidden_size))
+        self.fc2_weight = nn.Parameter(torch.randn(hidden_size, ffn_hidden_size) * 0.1)
+        self.fc2_bias = nn.Parameter(torch.zeros(hidden_size))
+
+    def forward(self, inp: Tensor) -> Tensor:
+        is_grad_enabled = torch.is_grad_enabled()
+        inp = self.prepare_forward(inp, num_gemms=2)
+        try:
+            quantizers: tuple[Any, ...] = (None,) * 6
+            if self.fp8:
+                forward, backward = self.quantizers["scaling_fwd"], self.quantizers["scaling_bwd"]
+                quantizers = forward[0], forward[1], forward[3], forward[4], backward[0], backward[2]
+            arguments = {
+                "fp8": self.fp8,
+                "activation_dtype": self.activation_dtype,
+                "is_grad_enabled": is_grad_enabled,
+                "quantizers": quantizers,
+            }
+            run = _LayerNormMLP.apply if is_grad_enabled else lambda *args: _LayerNormMLP.forward(None, *args)
+            return run(
+                inp, self.layer_norm_weight, self.layer_norm_bias, self.fc1_weight, self.fc1_bias, self.fc2_weight,
+                self.fc2_bias, arguments,
+            )  # fmt: skip
+        finally:
+            self.end_forward()

@@ -1,0 +1,58 @@
+"""The states of recipes, which make quantizers. In TransformerEngine, they are in `quantization.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch.quantization import get_fp8_torch_dtype
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
+
+
+class RecipeState:
+    """What a module keeps for a recipe, in the forward or the backward."""
+
+    def __init__(self, recipe: Any, *, mode: str, num_quantizers: int = 1) -> None:
+        self.recipe, self.mode, self.num_quantizers = recipe, mode, num_quantizers
+        self.dtype = get_fp8_torch_dtype(recipe, mode == "forward")
+
+    @staticmethod
+    def create(recipe: Recipe, *, mode: str, num_quantizers: int = 1) -> RecipeState:
+        if recipe.delayed():
+            return DelayedScalingRecipeState(recipe, mode=mode, num_quantizers=num_quantizers)
+        if recipe.float8_current_scaling():
+            return Float8CurrentScalingRecipeState(recipe, mode=mode, num_quantizers=num_quantizers)
+        assert recipe.mxfp8(), recipe
+        return MXFP8BlockScalingRecipeState(recipe, mode=mode, num_quantizers=num_quantizers)
+
+    def make_quantizers(self) -> list[Any]:
+        raise NotImplementedError
+
+
+class DelayedScalingRecipeState(RecipeState):
+    """Scales and histories of maxima, of which the quantizers have views."""
+
+    def __init__(self, recipe: Any, *, mode: str, num_quantizers: int = 1) -> None:
+        super().__init__(recipe, mode=mode, num_quantizers=num_quantizers)
+        self.scale = torch.ones(num_quantizers)
+        self.amax_history = torch.zeros(recipe.amax_history_len, num_quantizers)
+
+    def make_quantizers(self) -> list[Any]:
+        amaxes = self.amax_history[0]
+        return [Float8Quantizer(self.scale[i], amaxes[i].reshape((1,)), self.dtype) for i in range(self.num_quantizers)]
+
+
+class Float8CurrentScalingRecipeState(RecipeState):
+    """No state."""
+
+    def make_quantizers(self) -> list[Any]:
+        return [Float8CurrentScalingQuantizer(self.dtype) for _ in range(self.num_quantizers)]
+
+
+class MXFP8BlockScalingRecipeState(RecipeState):
+    """No state."""
+
+    def make_quantizers(self) -> list[Any]:
+        return [MXFP8Quantizer(self.dtype) for _ in range(self.num_quantizers)]
