@@ -7,7 +7,13 @@ from typing import Any, Final
 
 from torch import nn
 
-from lightning_memo.engine.fp8_modules.global_state import engine_modules, fp8_manager, is_in_fp8, why_other_version
+from lightning_memo.engine.fp8_modules.global_state import (
+    PACKAGE,
+    engine_modules,
+    fp8_manager,
+    is_in_fp8,
+    why_other_version,
+)
 from lightning_memo.utils.class_names import class_name
 
 RECIPES: Final = ("DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling")
@@ -111,7 +117,8 @@ _UNSUPPORTED: Final[tuple[tuple[str, Callable[[Any], bool]], ...]] = (
 
 def _why_not_module(m: nn.Module) -> str:
     """Return what is not supported of a module of TransformerEngine, and what to do; empty if all of it is."""
-    kinds = {c.__name__ for c in type(m).__mro__ if c.__module__.startswith("transformer_engine.pytorch.module.")}
-    if kinds.isdisjoint(CLASSES):
+    # A user's class is what it is derived from.
+    kind = next(c.__name__ for c in type(m).__mro__ if c.__module__.partition(".")[0] == PACKAGE)
+    if kind not in CLASSES:
         return f"in FP8, only {', '.join(CLASSES[:-1])} and {CLASSES[-1]}: take PyTorch's instead"
     return next((what for what, has in _UNSUPPORTED if has(m)), "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast
@@ -12,10 +12,10 @@ _FP8_ACTIVATION_RECOMPUTE_ENABLED = False
 _FP8_ACTIVATION_RECOMPUTE_PHASE = False
 
 
-class activation_recompute_forward(contextlib.AbstractContextManager[Any]):  # noqa: N801
+class activation_recompute_forward(contextlib.AbstractContextManager[Any]):
     """Modules note their scales inside, or return to those that they have noted."""
 
-    _is_first_fp8_module: list[bool] = []
+    _is_first_fp8_module: ClassVar[list[bool]] = []
 
     def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False) -> None:
         self.activation_recompute, self.recompute_phase = activation_recompute, recompute_phase

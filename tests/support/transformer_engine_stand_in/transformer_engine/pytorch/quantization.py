@@ -210,7 +210,7 @@ class FP8GlobalStateManager:
         fp8_meta["scaling_fwd"].scale.copy_(fp8_meta["updated_scale_fwd"])
 
 
-class autocast(contextlib.AbstractContextManager[Any]):  # noqa: N801
+class autocast(contextlib.AbstractContextManager[Any]):
     """Modules compute in FP8 inside."""
 
     def __init__(

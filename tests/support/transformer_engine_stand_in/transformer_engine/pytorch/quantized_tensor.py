@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -71,6 +72,19 @@ def clear_tensor_data(*tensors: Any) -> None:
             t.data = torch.empty(0, dtype=t.dtype)
 
 
+def kernel() -> contextlib.AbstractContextManager[Any]:
+    """Compute inside as kernels do, which are no operators of PyTorch: no mode sees what they read and write."""
+    return _disable_current_modes()
+
+
+def allocated(t: Tensor) -> Tensor:
+    """Return the result of a kernel in memory that PyTorch has allocated for it."""
+    made = torch.empty_like(t)
+    with kernel():
+        made.data.copy_(t)
+    return made
+
+
 class Quantizer:
     """Makes quantized tensors."""
 
@@ -86,5 +100,5 @@ class Quantizer:
         raise NotImplementedError
 
     def __call__(self, tensor: Tensor) -> QuantizedTensorStorage:
-        with torch.no_grad(), _disable_current_modes():  # kernels are no operators of PyTorch
+        with torch.no_grad():
             return self.quantize_impl(tensor)

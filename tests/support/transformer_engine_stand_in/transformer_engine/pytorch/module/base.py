@@ -29,7 +29,9 @@ class WeightGradStore:
 class TransformerEngineBaseModule(nn.Module):
     """Base of the modules."""
 
-    def __init__(self, delay_wgrad_compute: bool = False, fuse_wgrad_accumulation: bool = False, tp_size: int = 1) -> None:
+    def __init__(
+        self, delay_wgrad_compute: bool = False, fuse_wgrad_accumulation: bool = False, tp_size: int = 1
+    ) -> None:
         super().__init__()
         self.fp8_initialized = self.fp8 = self.fp8_calibration = False
         self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False, "fp8_group": None}
@@ -144,7 +146,9 @@ def assert_dim_for_fp8_exec(*tensors: Tensor) -> None:
         )
 
 
-def general_gemm(A: Any, B: Any, out_dtype: torch.dtype | None, layout: str = "TN", bias: Tensor | None = None) -> Tensor:
+def general_gemm(
+    A: Any, B: Any, out_dtype: torch.dtype | None, layout: str = "TN", bias: Tensor | None = None
+) -> Tensor:
     """Return a product: "TN" is `B A^T` (the output), "NN" is `B A` (a gradient), "NT" is `B^T A` (a weight's)."""
     if isinstance(A, QuantizedTensorStorage):
         a, b = A.rowwise() if layout == "TN" else A.columnwise(), B.columnwise() if layout == "NT" else B.rowwise()

@@ -64,7 +64,9 @@ class _LayerNormMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        inputmat, ln_weight, ln_out, fc1_weight, _, fc1_out, act_out, fc2_weight, _, mu, rsigma = restore_from_func_ctx(ctx)
+        inputmat, ln_weight, ln_out, fc1_weight, _, fc1_out, act_out, fc2_weight, _, mu, rsigma = restore_from_func_ctx(
+            ctx
+        )
         dy, dfc2_bias = grad_output_preprocess(ctx.fp8, grad_output, True, ctx.grad_quantizers[1])
         dact = general_gemm(fc2_weight, dy, ctx.dtype, layout="NN")
         dfc2 = general_gemm(act_out, dy, ctx.dtype, layout="NT")

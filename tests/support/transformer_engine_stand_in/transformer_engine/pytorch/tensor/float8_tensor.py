@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, Quantizer
+from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, Quantizer, allocated, kernel
 
 
 class Float8TensorStorage(QuantizedTensorStorage):
@@ -36,7 +36,10 @@ class Float8TensorStorage(QuantizedTensorStorage):
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         has = self._data is not None, self._transpose is not None
-        needs = has[0] if rowwise_usage is None else rowwise_usage, has[1] if columnwise_usage is None else columnwise_usage
+        needs = (
+            has[0] if rowwise_usage is None else rowwise_usage,
+            has[1] if columnwise_usage is None else columnwise_usage,
+        )
         if needs[0] and not has[0]:
             raise RuntimeError("Cannot generate FP8 data, even from FP8 data transpose")
         if needs[1] and not has[1]:
@@ -75,9 +78,10 @@ class Float8Quantizer(Quantizer):
         self.scale, self.amax, self.dtype = scale, amax, fp8_dtype
 
     def quantize_impl(self, tensor: Tensor) -> QuantizedTensorStorage:
-        self.amax.data.copy_(torch.maximum(self.amax, tensor.abs().max().float()))
-        data = _cast(tensor, self.scale, self.dtype)
-        return Float8TensorStorage(data, 1 / self.scale.reshape(1), self.dtype, self.columnwise_usage)
+        with kernel():
+            self.amax.data.copy_(torch.maximum(self.amax, tensor.abs().max().float()))
+            data, scale_inv = _cast(tensor, self.scale, self.dtype), 1 / self.scale.reshape(1)
+        return Float8TensorStorage(allocated(data), allocated(scale_inv), self.dtype, self.columnwise_usage)
 
 
 class Float8CurrentScalingQuantizer(Quantizer):
@@ -88,6 +92,8 @@ class Float8CurrentScalingQuantizer(Quantizer):
         self.dtype = fp8_dtype
 
     def quantize_impl(self, tensor: Tensor) -> QuantizedTensorStorage:
-        amax = tensor.abs().max().float().reshape(1)
-        scale = torch.where(amax > 0, torch.finfo(self.dtype).max / amax, torch.ones_like(amax))
-        return Float8TensorStorage(_cast(tensor, scale, self.dtype), 1 / scale, self.dtype, self.columnwise_usage)
+        with kernel():
+            amax = tensor.abs().max().float().reshape(1)
+            scale = torch.where(amax > 0, torch.finfo(self.dtype).max / amax, torch.ones_like(amax))
+            data = _cast(tensor, scale, self.dtype)
+        return Float8TensorStorage(allocated(data), allocated(1 / scale), self.dtype, self.columnwise_usage)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, Quantizer
+from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, Quantizer, allocated, kernel
 
 _BLOCK = 32
 _BIAS = 127  # of exponents of 8 bits
@@ -63,14 +63,18 @@ class MXFP8Quantizer(Quantizer):
         self.dtype = fp8_dtype
 
     def quantize_impl(self, tensor: Tensor) -> QuantizedTensorStorage:
-        rows = tensor.reshape(-1, tensor.shape[-1]).float()
-        none: list[Tensor | None] = [None, None]
-        rowwise = _quantized(rows, self.dtype, 1) if self.rowwise_usage else none
-        columnwise = _quantized(rows, self.dtype, 0) if self.columnwise_usage else none
-        return MXFP8TensorStorage(rowwise, columnwise, self.dtype)
+        with kernel():
+            rows = tensor.reshape(-1, tensor.shape[-1]).float()
+            rowwise = _quantized(rows, self.dtype, 1) if self.rowwise_usage else None
+            columnwise = _quantized(rows, self.dtype, 0) if self.columnwise_usage else None
+        return MXFP8TensorStorage(_allocated(rowwise), _allocated(columnwise), self.dtype)
 
 
-def _quantized(rows: Tensor, dtype: torch.dtype, dim: int) -> list[Tensor | None]:
+def _allocated(parts: list[Tensor] | None) -> list[Tensor | None]:
+    return [None, None] if parts is None else [allocated(part) for part in parts]
+
+
+def _quantized(rows: Tensor, dtype: torch.dtype, dim: int) -> list[Tensor]:
     assert rows.shape[dim] % _BLOCK == 0, f"{rows.shape[dim]} values are no multiple of {_BLOCK}"
     most = torch.finfo(dtype).max
     amax = rows.unflatten(dim, (-1, _BLOCK)).abs().amax(dim + 1)

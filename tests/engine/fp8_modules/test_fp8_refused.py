@@ -1,0 +1,282 @@
+"""What TransformerEngine's FP8 is not supported with ends in one line, and leaves the process usable."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.samples.fp8_models import EngineBlock, InFp8, blocks_of, recipe_of, trained
+from support.trainer_harness import LanguageModel, fit, listening, loader, make_trainer
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_memo import MemoStrategy
+
+pytestmark = [pytest.mark.usefixtures("own_folder")]
+
+
+def strategy(**settings: Any) -> MemoStrategy:
+    return MemoStrategy(**{"alpha": 0.0, "plan_memory": False, "transformer_engine_fp8": True} | settings)
+
+
+def line_of(module: LanguageModel, **settings: Any) -> str:
+    with pytest.raises(ValueError, match="[.:]") as caught:
+        fit(strategy(**settings), module)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_it_is_off_by_default(te: Any) -> None:
+    line = line_of(InFp8(recipe_of("delayed")), transformer_engine_fp8=False)
+    assert line.startswith("LayerNormLinear of EngineBlock is TransformerEngine's and computes in FP8")
+    assert "transformer_engine_fp8=True" in line and "has not run on a GPU" in line
+    te.FP8GlobalStateManager.reset()
+    result = fit(strategy(transformer_engine_fp8=False, alpha=0.5), InFp8(None), max_steps=2)
+    assert result.losses == fit("auto", InFp8(None), max_steps=2).losses
+
+
+def test_a_line_says_that_it_has_not_run_on_a_gpu(te: Any) -> None:
+    with listening() as heard:
+        fit(strategy(), InFp8(recipe_of("current")), max_steps=1)
+    assert sum("transformer_engine_fp8=True" in line and "has not run on a GPU" in line for line in heard) == 1
+
+
+def test_layers_without_its_modules_are_refused() -> None:
+    assert "these have none" in line_of(LanguageModel("block"))
+
+
+class _Derived(EngineBlock):
+    """A block whose linear module is one of a derived class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kind = type("Own", (type(self.out),), {"__module__": __name__})
+        self.out = kind(32, 32)
+        self.qkv, self.mlp = nn.Linear(32, 96), nn.Linear(32, 32)
+
+
+def test_derived_classes_are_known(te: Any) -> None:
+    module = InFp8(recipe_of("delayed"), lambda: blocks_of(_Derived))
+    assert line_of(module, transformer_engine_fp8=False).startswith("Own of _Derived is TransformerEngine's")
+
+
+# ---- recipes and releases
+
+RECIPES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "other": (lambda te: te.Float8BlockScaling(), "the recipe Float8BlockScaling: give DelayedScaling"),
+    "attention": (lambda te: te.DelayedScaling(fp8_dpa=True), "DelayedScaling with fp8_dpa=True: leave fp8_dpa out"),
+    "backward": (
+        lambda te: te.MXFP8BlockScaling(backward_override="dequantized"),
+        "MXFP8BlockScaling with backward_override='dequantized'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RECIPES)
+def test_other_recipes_are_refused(te: Any, case: str) -> None:
+    make, told = RECIPES[case]
+    assert told in line_of(InFp8(make(te)))
+
+
+def test_calibration_is_refused(te: Any) -> None:
+    class Calibrating(InFp8):
+        @override
+        def loss(self, batch: dict[str, Tensor]) -> Tensor:
+            with te.autocast(enabled=False, calibrating=True):
+                return LanguageModel.loss(self, batch)
+
+    assert "calibration" in line_of(Calibrating(None))
+
+
+@pytest.mark.parametrize("version", ["2.14.0", "2.19.0", ""])
+def test_other_releases_are_refused(te: Any, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(sys.modules["transformer_engine"], "__version__", version)
+    line = line_of(InFp8(recipe_of("delayed")))
+    assert "releases 2.15 to 2.18 are known" in line and (version or "without a version") in line
+
+
+@pytest.mark.parametrize("name", ["get_autocast_state", "quantization_state.autocast_depth"])
+def test_a_release_without_a_name_that_is_needed_is_refused(te: Any, monkeypatch: Any, name: str) -> None:
+    manager, own = te.FP8GlobalStateManager, name.rpartition(".")[2]
+    if own == name:
+        entered = te.autocast(recipe=recipe_of("delayed"))
+        monkeypatch.delattr(manager, name)
+        monkeypatch.setattr(type(entered), "__enter__", lambda self: manager.autocast_enter(enabled=True))
+        monkeypatch.setattr(type(entered), "__exit__", lambda self, *error: None)
+    else:
+        state = {
+            field: getattr(manager.quantization_state, field) for field in type(manager.quantization_state).__slots__
+        }
+        del state[own]
+        monkeypatch.setattr(manager, "quantization_state", type("State", (), state)())
+        monkeypatch.setattr(
+            manager, "autocast_enter", lambda **given: setattr(manager.quantization_state, "fp8_enabled", True)
+        )
+        monkeypatch.setattr(manager, "autocast_exit", lambda *given, **more: None)
+    assert f"FP8GlobalStateManager of release 2.18.0 has no {name}" in line_of(InFp8(recipe_of("delayed")))
+
+
+# ---- modules
+
+
+def _grouped() -> nn.Module:
+    block = EngineBlock()
+    block.out = sys.modules["transformer_engine.pytorch"].GroupedLinear(32, 32)
+    return block
+
+
+def _linear(**settings: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        block = EngineBlock()
+        block.out = sys.modules["transformer_engine.pytorch"].Linear(32, 32, **settings)
+        return block
+
+    return build
+
+
+class _Cached(EngineBlock):
+    """A block that caches its FP8 weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x, is_first_microbatch=True)
+
+
+def _with_fp8_weights() -> nn.Module:
+    block = EngineBlock()
+    block.out.primary_weights_in_fp8 = True
+    return block
+
+
+BLOCKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "kind": (_grouped, "GroupedLinear of EngineBlock in FP8, only Linear, LayerNormLinear and LayerNormMLP"),
+    "checkpoint": (lambda: EngineBlock(checkpoint=True), "LayerNormMLP of EngineBlock with checkpoint=True"),
+    "delayed": (_linear(delay_wgrad_compute=True), "leave fuse_wgrad_accumulation and delay_wgrad_compute out"),
+    "fused": (_linear(fuse_wgrad_accumulation=True), "leave fuse_wgrad_accumulation and delay_wgrad_compute out"),
+    "parallel": (_linear(tp_size=2), "Linear of EngineBlock with its own tensor or sequence parallelism"),
+    "cached": (_Cached, "Linear of _Cached with cached FP8 weights: leave is_first_microbatch out"),
+    "weights": (_with_fp8_weights, "Linear of EngineBlock with weights in FP8"),
+}
+
+
+@pytest.mark.parametrize("case", BLOCKS)
+def test_other_modules_are_refused(te: Any, case: str) -> None:
+    build, told = BLOCKS[case]
+    assert told in line_of(InFp8(recipe_of("delayed"), lambda: blocks_of(build)))
+
+
+# ---- contexts
+
+
+class _Entering(EngineBlock):
+    """A block that enters the autocast itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with sys.modules["transformer_engine.pytorch"].autocast(recipe=recipe_of("delayed")):
+            return super().forward(x)
+
+
+class _Leaving(EngineBlock):
+    """A block that leaves the autocast for a part."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with sys.modules["transformer_engine.pytorch"].autocast(enabled=False):
+            x = x + self.out(x)
+        return x + self.mlp(x)
+
+
+class _Checkpointing(EngineBlock):
+    """A block that is recomputed by TransformerEngine."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sys.modules["transformer_engine.pytorch"].checkpoint(super().forward, x)
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_layer_does_not_enter_the_autocast_itself(te: Any, allowed: bool) -> None:
+    module = InFp8(None, lambda: blocks_of(_Entering))
+    assert "enter it around the model instead" in line_of(module, transformer_engine_fp8=allowed)
+
+
+def test_a_layer_may_leave_the_autocast(te: Any) -> None:
+    _, expected = trained(None, InFp8(recipe_of("delayed"), lambda: blocks_of(_Leaving)), max_steps=4)
+    _, found = trained(strategy(), InFp8(recipe_of("delayed"), lambda: blocks_of(_Leaving)), max_steps=4)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_its_own_checkpointing_is_refused(te: Any) -> None:
+    line = line_of(InFp8(recipe_of("delayed"), lambda: blocks_of(_Checkpointing)))
+    assert "TransformerEngine's activation checkpointing" in line and "alpha=0 is full recomputation" in line
+
+
+# ---- settings
+
+OTHERS: dict[str, Any] = {
+    "context_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel_size": 2, "zero_stage": 3,
+    "offload_state": True, "slice_tokens": 16, "storage": "kinds",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_settings_that_cut_or_share_layers_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}=.* is not supported with transformer_engine_fp8=True: set {name}="):
+        MemoStrategy(transformer_engine_fp8=True, **{name: OTHERS[name]})
+
+
+def test_layers_are_not_cut_if_slices_are_asked_for_later(te: Any) -> None:
+    """Slices that a step without memory asks for need layers that can be cut."""
+    result = fit(strategy(alpha=0.5), InFp8(recipe_of("mxfp8")), max_steps=2)
+    assert result.plan.swap.whole_layers and result.plan.swap.slice_tokens is None
+
+
+# ---- failures
+
+
+class _Failing(InFp8):
+    """Raises an error in the backward or forward of its third layer, in the third step."""
+
+    def __init__(self, where: str, error: Exception) -> None:
+        super().__init__(recipe_of("delayed"))
+        self._where, self._error, self._left = where, error, 1
+        assert self.model is not None
+        layer = self.model.blocks[2]
+        own = layer.forward
+        layer.forward = lambda x: self._fail_in(own, x)
+
+    def _fail_in(self, own: Any, x: Tensor) -> Tensor:
+        y = own(x)
+        if self.global_step == 2 and self._where == "forward":
+            self._fail()
+        if self.global_step == 2 and y.requires_grad and torch._C._current_graph_task_id() == -1:
+            y.register_hook(lambda _: self._fail())
+        return y
+
+    def _fail(self) -> None:
+        if self._left:
+            self._left -= 1
+            raise self._error
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_step_that_ran_out_of_memory_runs_again_with_the_same_scales(te: Any, where: str) -> None:
+    _, expected = trained(None, InFp8(recipe_of("delayed")), max_steps=4)
+    module = _Failing(where, torch.OutOfMemoryError("CUDA out of memory."))
+    with pytest.warns(UserWarning, match="the step is run again"):
+        result, found = trained(strategy(alpha=1.0), module, max_steps=4)
+    assert result.losses[-2:] == expected[0].tolist()[-2:]
+    assert all(torch.equal(a, b) for a, b in zip(found[1:], expected[1:], strict=True))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_failing_layer_leaves_the_state_usable(te: Any, where: str) -> None:
+    trainer = make_trainer(strategy(alpha=0.5))
+    te.FP8GlobalStateManager.reset()
+    with pytest.raises(RuntimeError, match="a layer has failed"):
+        trainer.fit(_Failing(where, RuntimeError("a layer has failed")), loader())
+    state = te.FP8GlobalStateManager.quantization_state
+    assert state.autocast_depth == 0 and not state.fp8_enabled
+    _, expected = trained(None, InFp8(recipe_of("delayed")), max_steps=3)
+    _, found = trained(strategy(alpha=0.5), InFp8(recipe_of("delayed")), max_steps=3)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -1,0 +1,190 @@
+"""TransformerEngine's modules train in FP8 as plainly: losses, gradients, weights, scales and histories, bit by bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.markers.slow import slow_if
+from support.samples.fp8_models import EngineBlock, InFp8, blocks_of, recipe_of, trained
+from support.trainer_harness import LanguageModel
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from typing_extensions import override
+
+from lightning_memo import MemoStrategy
+
+pytestmark = [pytest.mark.usefixtures("own_folder")]
+
+SETTINGS = {"plan_memory": False, "check_restored": True, "transformer_engine_fp8": True}
+
+
+def strategy(alpha: float, **settings: Any) -> MemoStrategy:
+    return MemoStrategy(alpha=alpha, **SETTINGS | settings)
+
+
+def compare(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@slow_if(lambda recipe, alpha: recipe != "delayed" and alpha != 0.5)
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("recipe", ["delayed", "most_recent", "unfused", "current", "mxfp8"])
+def test_whole_layers_train_bit_by_bit_as_plainly(te: Any, recipe: str, alpha: float) -> None:
+    """At every alpha, which is the fraction of the layers that are swapped."""
+    _, expected = trained(None, InFp8(recipe_of(recipe)), max_steps=5)
+    result, found = trained(strategy(alpha), InFp8(recipe_of(recipe)), max_steps=5)
+    assert result.plan.swap.mode == "memo" and result.plan.swap.alpha == alpha
+    compare(found, expected)
+
+
+class _TwiceAtOnce(InFp8):
+    """Sums the losses of two forwards, after the first of which the scales are updated."""
+
+    @override
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().loss(batch) + super().loss({name: t.flip(0, 1) for name, t in batch.items()})
+
+
+class _TurnedOn(InFp8):
+    """Computes in FP8 from the second step on."""
+
+    @override
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        if self.global_step == 0:
+            return LanguageModel.loss(self, batch)
+        return super().loss(batch)
+
+
+class _Evaluated(InFp8):
+    """Runs a forward without gradients before the backward, by another recipe."""
+
+    @override
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        loss, own = super().loss(batch), self.recipe
+        self.recipe = recipe_of("mxfp8")
+        with torch.no_grad():
+            super().loss(batch)
+        self.recipe = own
+        return loss
+
+
+class _FrozenBlock(EngineBlock):
+    """A block in which one weight is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv.weight.requires_grad_(False)
+
+
+def _mixed() -> nn.Module:
+    """Return a model whose first layers have PyTorch's modules in their places."""
+    model = blocks_of()
+    for block in model.blocks[:2]:
+        block.out = nn.Linear(32, 32)
+    return model
+
+
+CASES: dict[str, tuple[type[InFp8], Any, dict[str, Any]]] = {
+    "accumulated": (InFp8, blocks_of, {"accumulate_grad_batches": 2, "max_steps": 3}),
+    "two forwards": (_TwiceAtOnce, blocks_of, {}),
+    "turned on": (_TurnedOn, blocks_of, {}),
+    "half precision": (InFp8, blocks_of, {"precision": "bf16-mixed"}),
+    "another recipe between": (_Evaluated, blocks_of, {}),
+    "frozen": (InFp8, lambda: blocks_of(_FrozenBlock), {}),
+    "mixed": (InFp8, _mixed, {}),
+}
+
+
+@slow_if(lambda case, alpha: alpha == 0.5 or case in ("frozen", "mixed", "half precision"))
+@pytest.mark.parametrize("alpha", [0.0, 0.5])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:lightning_memo. .* It runs as one slice now")
+def test_scales_follow_the_history_of_plain_training(te: Any, case: str, alpha: float) -> None:
+    kind, build, settings = CASES[case]
+    settings = {"max_steps": 4} | settings
+    _, expected = trained(None, kind(recipe_of("delayed"), build), **settings)
+    _, found = trained(strategy(alpha), kind(recipe_of("delayed"), build), **settings)
+    compare(found, expected)
+
+
+@slow_if(lambda settings: "plan_memory" in settings)
+@pytest.mark.parametrize("settings", [{"swap_precision": "fp8"}, {"plan_memory": True}, {"alpha": "auto"}], ids=str)
+def test_other_settings_change_nothing(te: Any, settings: dict[str, Any]) -> None:
+    """Bytes of FP8 are integers, which `swap_precision` leaves as they are, and whole layers swap exactly."""
+    _, expected = trained(None, InFp8(recipe_of("delayed")), max_steps=4)
+    _, found = trained(MemoStrategy(**SETTINGS | {"alpha": 1.0} | settings), InFp8(recipe_of("delayed")), max_steps=4)
+    compare(found, expected)
+
+
+# ---- bytes
+
+
+def saved_bytes(te: Any, recipe: str) -> dict[torch.dtype, int]:
+    """Return the bytes of what a block saves besides weights and its input, by dtype."""
+    block, found = EngineBlock(), dict[torch.dtype, int]()
+    x = torch.randn(2, 32, 32, requires_grad=True)
+    known = {t.untyped_storage()._cdata for t in (x, *block.parameters())}
+    te.FP8GlobalStateManager.reset()
+
+    def pack(t: Tensor) -> Tensor:
+        if t.untyped_storage()._cdata not in known:
+            known.add(t.untyped_storage()._cdata)
+            found[t.dtype] = found.get(t.dtype, 0) + t.untyped_storage().nbytes()
+        return t
+
+    with te.autocast(recipe=recipe_of(recipe)), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        block(x)
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_what_is_swapped_is_what_the_modules_save(te: Any, recipe: str) -> None:
+    """In FP8: a row of bytes for each input of a product."""
+    saved = saved_bytes(te, recipe)
+    rows, weights = 64, 3 * 32 * 32 + 32 * 32 + 2 * 2 * 32 * 32
+    inputs = rows * (32 + 32 + 32 + 64)  # of the four products
+    assert saved[torch.uint8] >= inputs + weights
+    result, _ = trained(strategy(1.0), InFp8(recipe_of(recipe)), max_steps=3)
+    costs = result.plan.costs
+    moved = costs.input_bytes[0] + costs.attention_bytes[0] + costs.other_bytes[0]
+    assert moved - costs.input_bytes[0] == pytest.approx(sum(saved.values()), rel=0.02)
+
+
+@pytest.mark.parametrize(("alpha", "alive"), [(None, True), (0.0, False)])
+def test_objects_of_dropped_tensors_hold_no_memory(te: Any, alpha: float | None, alive: bool) -> None:
+    """What `ctx.tensor_objects` holds has given its bytes away."""
+    storages: list[StorageWeakRef] = []
+    counts: list[int] = []
+    kind = __import__("transformer_engine.pytorch.tensor.float8_tensor", fromlist=["x"]).Float8TensorStorage
+    own = kind.prepare_for_saving
+
+    def noted(self: Any) -> Any:
+        tensors, holder = own(self)
+        storages.extend(StorageWeakRef(t.untyped_storage()) for t in tensors if t is not None and t.numel() > 64)
+        return tensors, holder
+
+    class Counting(InFp8):
+        @override
+        def on_before_backward(self, loss: Tensor) -> None:
+            counts.append(sum(not s.expired() for s in storages))
+            storages.clear()
+
+    kind.prepare_for_saving = noted
+    trained(None if alpha is None else strategy(alpha), Counting(recipe_of("current")), max_steps=3)
+    assert (counts[-1] > 0) is alive
+
+
+# ---- what the modules keep elsewhere
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_lists_of_histories_have_the_modules_only(te: Any, alpha: float) -> None:
+    """Neither probes nor recomputations leave entries, which processes would reduce in every step."""
+    trained(strategy(alpha), InFp8(recipe_of("delayed")), max_steps=3)
+    state = te.FP8GlobalStateManager.quantization_state
+    assert {len(amaxes) for amaxes in state.global_amax_buffer.values()} == {12}
+    assert len(state.global_amax_buffer) == 2 and state.autocast_depth == 0
+    assert not state.fp8_tensors_recompute_buffer
