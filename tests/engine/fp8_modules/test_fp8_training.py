@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.families import PlainBlock
 from support.markers.slow import slow_if
-from support.samples.fp8_models import EngineBlock, InFp8, blocks_of, recipe_of, trained
+from support.samples.fp8_models import EngineBlock, InFp8, blocks_of, engine, recipe_of, trained
 from support.trainer_harness import LanguageModel
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -49,11 +50,11 @@ class _TwiceAtOnce(InFp8):
 
 
 class _TurnedOn(InFp8):
-    """Computes in FP8 from the second step on."""
+    """Computes in FP8 from the third step on."""
 
     @override
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        if self.global_step == 0:
+        if self.global_step < 2:
             return LanguageModel.loss(self, batch)
         return super().loss(batch)
 
@@ -90,7 +91,7 @@ def _mixed() -> nn.Module:
 CASES: dict[str, tuple[type[InFp8], Any, dict[str, Any]]] = {
     "accumulated": (InFp8, blocks_of, {"accumulate_grad_batches": 2, "max_steps": 3}),
     "two forwards": (_TwiceAtOnce, blocks_of, {}),
-    "turned on": (_TurnedOn, blocks_of, {}),
+    "turned on": (_TurnedOn, blocks_of, {"max_steps": 5}),
     "half precision": (InFp8, blocks_of, {"precision": "bf16-mixed"}),
     "another recipe between": (_Evaluated, blocks_of, {}),
     "frozen": (InFp8, lambda: blocks_of(_FrozenBlock), {}),
@@ -108,6 +109,28 @@ def test_scales_follow_the_history_of_plain_training(te: Any, case: str, alpha: 
     _, expected = trained(None, kind(recipe_of("delayed"), build), **settings)
     _, found = trained(strategy(alpha), kind(recipe_of("delayed"), build), **settings)
     compare(found, expected)
+
+
+class _GatedBlock(PlainBlock):
+    """A block that calls its module of TransformerEngine in FP8 only, which no attribute tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = engine().Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + self.more(x) if engine().FP8GlobalStateManager.is_fp8_enabled() else x
+
+
+def test_layers_that_were_cut_run_whole_in_fp8(te: Any) -> None:
+    """One scale covers all tokens, and slices would have others."""
+    losses = trained(None, _TurnedOn(recipe_of("current"), lambda: blocks_of(_GatedBlock)), max_steps=4)[0].losses
+    module = _TurnedOn(recipe_of("current"), lambda: blocks_of(_GatedBlock))
+    with pytest.warns(UserWarning, match="Linear of _GatedBlock computes in TransformerEngine's FP8.*as one slice now"):
+        result, _ = trained(strategy(0.5), module, max_steps=4)
+    assert not result.plan.swap.whole_layers
+    assert result.losses == pytest.approx(losses, rel=1e-6)
 
 
 @slow_if(lambda settings: "plan_memory" in settings)

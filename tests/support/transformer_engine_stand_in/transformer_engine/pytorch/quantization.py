@@ -165,7 +165,8 @@ class FP8GlobalStateManager:
         _graph: bool = False,
     ) -> None:
         recipe, state = DelayedScaling() if fp8_recipe is None else fp8_recipe, cls.quantization_state
-        state.autocast_arguments[cls.get_unique_autocast_key(recipe, fp8_group)] = (recipe, fp8_group)
+        key = cls.get_unique_autocast_key(recipe, fp8_group)
+        state.autocast_arguments[key] = (recipe, fp8_group)
         state.fp8_enabled, state.fp8_calibration, state.fp8_recipe = enabled, calibrating, recipe
         state.fp8_distributed_group, state.fp8_graph_capturing = fp8_group, _graph
         if state.autocast_depth == 0:
@@ -183,12 +184,13 @@ class FP8GlobalStateManager:
     def copy_forward_fp8_meta_tensors_for_recompute(cls, fp8_meta: dict[str, Any]) -> None:
         if not _has_delayed_scaling_state(fp8_meta):
             return
-        copies, key = cls.quantization_state.fp8_tensors_recompute_buffer, "global_fp8_buffer_pos_fwd_recompute"
+        scaling, key = fp8_meta["scaling_fwd"], "global_fp8_buffer_pos_fwd_recompute"
+        to_copy = [scaling.amax_history.clone(), scaling.scale.clone()]
+        copies = cls.quantization_state.fp8_tensors_recompute_buffer
         if key not in fp8_meta:
             copies.append(deque())
             fp8_meta[key] = len(copies) - 1
-        scaling = fp8_meta["scaling_fwd"]
-        copies[fp8_meta[key]].append([scaling.amax_history.clone(), scaling.scale.clone()])
+        copies[fp8_meta[key]].append(to_copy)
 
     @classmethod
     def get_old_fp8_meta_tensors_for_recompute(cls, fp8_meta: dict[str, Any]) -> None:

@@ -88,13 +88,17 @@ class TransformerEngineBaseModule(nn.Module):
         self.fast_setattr("fp8", fp8)
         self.fast_setattr("fp8_calibration", FP8GlobalStateManager.is_fp8_calibration())
         meta["fp8_checkpoint"] = fp8
-        if not fp8:
+        if not (fp8 or self.fp8_parameters):
             self.fast_setattr("fp8_initialized", False)
             return
         if self.fp8_initialized and FP8GlobalStateManager.get_fp8_recipe() == meta.get("recipe"):
             return
         meta["recipe"] = FP8GlobalStateManager.get_fp8_recipe()
         meta["num_gemms"] = num_gemms
+        if self.fp8_parameters and not self.fp8_initialized:
+            self.init_fp8_meta_tensors(meta["recipe"])
+        if not fp8:
+            return
         meta["fp8_group"] = FP8GlobalStateManager.get_fp8_group()
         self.init_fp8_meta_tensors(meta["recipe"])
         self.fast_setattr("fp8_initialized", True)
@@ -102,12 +106,15 @@ class TransformerEngineBaseModule(nn.Module):
     def prepare_forward(self, inp: Tensor, num_gemms: int = 1) -> Tensor:
         self.fast_setattr("forwarded_at_least_once", True)
         if self.fp8 and in_fp8_activation_recompute_phase():
+            delayed_scaling_recipe = _has_delayed_scaling_state(self.fp8_meta)
             FP8GlobalStateManager.get_old_fp8_meta_tensors_for_recompute(self.fp8_meta)
         else:
             self.set_activation_dtype(inp)
             self.init_fp8_metadata(num_gemms=num_gemms)
-            if self.fp8 and _has_delayed_scaling_state(self.fp8_meta):
-                FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.fp8_meta)
+            delayed_scaling_recipe = self.fp8 and _has_delayed_scaling_state(self.fp8_meta)
+            if delayed_scaling_recipe:
+                if not FP8GlobalStateManager.fp8_graph_capturing():
+                    FP8GlobalStateManager.add_fp8_tensors_to_global_buffer(self.fp8_meta)
                 if self.training and is_fp8_activation_recompute_enabled():
                     FP8GlobalStateManager.copy_forward_fp8_meta_tensors_for_recompute(self.fp8_meta)
         return inp.contiguous()
@@ -161,13 +168,3 @@ def general_gemm(
 def cast_if_needed(t: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     """Return a tensor of a dtype."""
     return t if t is None else t.to(dtype)
-
-
-def takes_first_module() -> bool:
-    """Return whether this is the first module of an autocast, whose backward ends those of all."""
-    state = FP8GlobalStateManager.quantization_state
-    before = state.is_first_fp8_module
-    first = FP8GlobalStateManager.is_first_fp8_module()
-    if in_fp8_activation_recompute_phase():
-        state.is_first_fp8_module = before
-    return first

@@ -13,8 +13,8 @@ from transformer_engine.pytorch.module.base import (
     general_gemm,
     grad_output_preprocess,
     quantize_weight,
-    takes_first_module,
 )
+from transformer_engine.pytorch.module.linear import _check_fp8_reduce_and_update
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.quantized_tensor import clear_tensor_data, prepare_for_saving, restore_from_func_ctx
 
@@ -74,13 +74,13 @@ class _LayerNormLinear(torch.autograd.Function):
         ctx.requires_wgrad, ctx.grad_output_quantizer = weight.requires_grad, grad_output_quantizer
         ctx.reduce_and_update_bwd_fp8_tensors = False
         if fp8 and any(t.requires_grad for t in (inp, ln_weight, ln_bias, weight, bias)):
-            ctx.reduce_and_update_bwd_fp8_tensors = takes_first_module()
+            ctx.reduce_and_update_bwd_fp8_tensors = _check_fp8_reduce_and_update()
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         inputmat, weightmat, _, _, ln_weight, ln_out, mu, rsigma = restore_from_func_ctx(ctx)
-        dy, grad_bias = grad_output_preprocess(ctx.fp8, grad_output, True, ctx.grad_output_quantizer)
+        dy, grad_bias = grad_output_preprocess(ctx.fp8, grad_outputs[0], True, ctx.grad_output_quantizer)
         dz = general_gemm(weightmat, dy, ctx.dtype, layout="NN")
         wgrad = None
         if ctx.requires_wgrad:

@@ -14,9 +14,9 @@ from transformer_engine.pytorch.module.base import (
     general_gemm,
     grad_output_preprocess,
     quantize_weight,
-    takes_first_module,
 )
 from transformer_engine.pytorch.module.layernorm_linear import apply_normalization, normalization_backward
+from transformer_engine.pytorch.module.linear import _check_fp8_reduce_and_update
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.quantized_tensor import clear_tensor_data, prepare_for_saving, restore_from_func_ctx
 
@@ -59,7 +59,7 @@ class _LayerNormMLP(torch.autograd.Function):
         ctx.fp8, ctx.dtype, ctx.inp_shape, ctx.grad_quantizers = fp8, dtype, inp.shape, (fc1_grad, fc2_grad)
         ctx.reduce_and_update_bwd_fp8_tensors = False
         if fp8 and any(t.requires_grad for t in (inp, *rest[:-1])):
-            ctx.reduce_and_update_bwd_fp8_tensors = takes_first_module()
+            ctx.reduce_and_update_bwd_fp8_tensors = _check_fp8_reduce_and_update()
         return out
 
     @staticmethod

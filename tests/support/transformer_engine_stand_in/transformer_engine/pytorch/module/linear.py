@@ -17,10 +17,19 @@ from transformer_engine.pytorch.module.base import (
     general_gemm,
     grad_output_preprocess,
     quantize_weight,
-    takes_first_module,
 )
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.quantized_tensor import clear_tensor_data, prepare_for_saving, restore_from_func_ctx
+
+
+def _check_fp8_reduce_and_update() -> bool:
+    """Return whether this is the first module of an autocast, whose backward ends those of all."""
+    state = FP8GlobalStateManager.quantization_state
+    before = state.is_first_fp8_module
+    first = FP8GlobalStateManager.is_first_fp8_module()
+    if in_fp8_activation_recompute_phase():
+        state.is_first_fp8_module = before
+    return first
 
 
 class _Linear(torch.autograd.Function):
@@ -59,7 +68,7 @@ class _Linear(torch.autograd.Function):
         ctx.grad_output_quantizer, ctx.owns_input = grad_output_quantizer, inputmat is not inp
         ctx.reduce_and_update_bwd_fp8_tensors = False
         if fp8 and (inp.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
-            ctx.reduce_and_update_bwd_fp8_tensors = takes_first_module()
+            ctx.reduce_and_update_bwd_fp8_tensors = _check_fp8_reduce_and_update()
         return out
 
     @staticmethod

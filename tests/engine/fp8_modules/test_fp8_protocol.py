@@ -1,0 +1,85 @@
+"""The stand-in is compared with a table of TransformerEngine's Python sources, and so are the names that are used.
+
+`tests/support/transformer_engine_stand_in/protocol.py` wrote the table, from release 2.18.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from support.transformer_engine_stand_in import FOLDER
+from support.transformer_engine_stand_in.protocol import (
+    FUNCTIONS,
+    OTHERS,
+    PACKAGE,
+    RELEASE,
+    SAVING,
+    TABLE,
+    arguments_of,
+    fields_in,
+    functions_in,
+    saved_by,
+    steps_of,
+)
+
+from lightning_memo.engine.fp8_modules.global_state import MANAGER_NAMES, STATE_NAMES
+from lightning_memo.engine.fp8_modules.supported_fp8 import CLASSES, RECIPES
+
+# What the stand-in has not: custom recipes, CUDA graphs, calibration, and buffers of communication.
+_FORWARD = {"fp8_graph_capturing", "is_fp8_enabled()", "get_fp8_recipe()", "fp8_calibration"}
+LEFT_OUT: dict[str, set[str]] = {
+    "FP8GlobalStateManager.add_fp8_tensors_to_global_buffer": {"get_unique_autocast_key()", "autocast_arguments"},
+    "_LayerNormLinear.backward": {"fp8_recipe"},
+    **{f"{kind}.forward": _FORWARD for kind in CLASSES},
+}
+
+
+@pytest.fixture(scope="module")
+def table() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(TABLE.read_text())
+    assert found["release"] == RELEASE and set(found["names"]) == {*OTHERS, RELEASE}
+    return found
+
+
+def source(file: str) -> str:
+    return (FOLDER / PACKAGE / file).read_text()
+
+
+@pytest.mark.parametrize(("file", "name"), [(file, name) for file, names in FUNCTIONS.items() for name in names])
+def test_functions_take_the_same_arguments_and_the_same_steps(table: dict[str, Any], file: str, name: str) -> None:
+    """The stand-in may leave arguments out, and what `LEFT_OUT` names, but not change an order."""
+    function, known = functions_in(source(file))[name], table["functions"][file][name]
+    given = iter(known["arguments"])
+    assert all(argument in given for argument in arguments_of(function))
+    assert steps_of(function) == [step for step in known["steps"] if step not in LEFT_OUT.get(name, ())]
+
+
+def test_the_state_has_the_same_fields(table: dict[str, Any]) -> None:
+    assert fields_in(source("quantization.py"), "FP8GlobalState") == table["state"]
+
+
+@pytest.mark.parametrize("kind", SAVING)
+def test_tensors_are_saved_in_the_same_order(table: dict[str, Any], kind: str) -> None:
+    assert saved_by(source(f"tensor/{SAVING[kind]}.py"), kind) == table["saved"][kind]
+
+
+@pytest.mark.parametrize("release", [*OTHERS, RELEASE])
+def test_each_known_release_has_the_names_that_are_used(table: dict[str, Any], release: str) -> None:
+    names = table["names"][release]
+    assert set(MANAGER_NAMES) <= set(names["manager"]) and set(STATE_NAMES) <= set(names["state"])
+    assert {"scale", "amax_history"} <= set(names["delayed"])
+    assert {
+        "fp8_meta",
+        "primary_weights_in_fp8",
+        "_fp8_workspaces",
+        "tp_size",
+        "sequence_parallel",
+        "wgrad_store",
+    } <= set(names["module"])
+
+
+def test_the_stand_in_has_all_that_is_supported(te: Any) -> None:
+    assert all(hasattr(te, name) for name in (*CLASSES, *RECIPES))
+    assert all(hasattr(te.FP8GlobalStateManager, name) for name in MANAGER_NAMES)

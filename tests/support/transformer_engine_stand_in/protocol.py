@@ -1,0 +1,182 @@
+"""Reads from Python sources what the stand-in has in common with TransformerEngine: arguments, calls and fields.
+
+`python tests/support/transformer_engine_stand_in/protocol.py GIT_FOLDER` writes the table that
+`tests/engine/fp8_modules/test_fp8_protocol.py` compares with the stand-in, from a clone of TransformerEngine.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+RELEASE, OTHERS = "v2.18", ("v2.15", "v2.16", "v2.17")
+PACKAGE = "transformer_engine/pytorch"
+TABLE = Path(__file__).parents[2] / "reference" / "transformer_engine_protocol.json"
+
+_MANAGER = "FP8GlobalStateManager"
+_BASE = "TransformerEngineBaseModule"
+# File, in TransformerEngine -> functions whose arguments and calls are compared.
+FUNCTIONS: dict[str, tuple[str, ...]] = {
+    "quantization.py": (
+        *(f"{_MANAGER}.{name}" for name in (
+            "add_fp8_tensors_to_global_buffer", "is_fp8_enabled", "is_fp8_calibration", "is_first_fp8_module",
+            "get_fp8_recipe", "get_fp8_group", "get_autocast_state", "set_autocast_state",
+            "reduce_and_update_fp8_tensors", "get_unique_autocast_key", "autocast_enter", "autocast_exit",
+            "copy_forward_fp8_meta_tensors_for_recompute", "get_old_fp8_meta_tensors_for_recompute",
+            "restore_fp8_meta_tensors",
+        )),
+        "autocast.__init__", "autocast.__enter__", "autocast.__exit__",
+    ),
+    "distributed.py": (
+        "activation_recompute_forward.__init__", "activation_recompute_forward.__enter__",
+        "activation_recompute_forward.__exit__", "is_fp8_activation_recompute_enabled",
+        "in_fp8_activation_recompute_phase", "_CheckpointFunction.forward", "_CheckpointFunction.backward",
+    ),
+    "quantized_tensor.py": (
+        "prepare_for_saving", "restore_from_saved", "restore_from_func_ctx", "Quantizer.set_usage",
+        "QuantizedTensorStorage.update_usage", "QuantizedTensorStorage.prepare_for_saving",
+        "QuantizedTensorStorage.restore_from_saved",
+    ),
+    "module/base.py": (
+        f"{_BASE}.fast_setattr", f"{_BASE}.set_meta_tensor", f"{_BASE}.init_fp8_meta_tensors",
+        f"{_BASE}.init_fp8_metadata", f"{_BASE}.prepare_forward", f"{_BASE}.end_forward",
+    ),
+    "module/linear.py": ("Linear.forward", "_check_fp8_reduce_and_update"),
+    "module/layernorm_linear.py": ("LayerNormLinear.forward", "_LayerNormLinear.backward"),
+    "module/layernorm_mlp.py": ("LayerNormMLP.forward",),
+}  # fmt: skip
+# Class of quantized tensors -> its file, among the stand-in's tensors.
+SAVING = {"Float8TensorStorage": "float8_tensor", "MXFP8TensorStorage": "mxfp8_tensor"}
+# Attributes that are read or set in the order of the protocol: of the state, and of the tensors of a module.
+_FIELDS = frozenset({
+    "fp8_enabled", "fp8_calibration", "fp8_recipe", "fp8_distributed_group", "is_first_fp8_module",
+    "fp8_graph_capturing", "autocast_depth", "global_amax_buffer", "global_amax_history_buffer", "global_scale_buffer",
+    "fp8_tensors_recompute_buffer", "autocast_arguments", "amax_history", "scale", "tensor_objects", "saved_tensors",
+})  # fmt: skip
+_CALLS = frozenset({
+    "get_autocast_state", "set_autocast_state", "autocast_enter", "autocast_exit", "reduce_and_update_fp8_tensors",
+    "get_unique_autocast_key", "split_key_in_buffer", "reduce_tensor_across_group_op_max",
+    "_has_delayed_scaling_state", "add_fp8_tensors_to_global_buffer", "copy_forward_fp8_meta_tensors_for_recompute",
+    "get_old_fp8_meta_tensors_for_recompute", "restore_fp8_meta_tensors", "in_fp8_activation_recompute_phase",
+    "is_fp8_activation_recompute_enabled", "is_fp8_enabled", "is_fp8_calibration", "with_fp8_parameters",
+    "get_fp8_recipe", "get_fp8_group", "init_fp8_metadata", "init_fp8_meta_tensors", "set_meta_tensor",
+    "set_activation_dtype", "make_quantizers", "create", "prepare_forward", "end_forward", "prepare_for_saving",
+    "restore_from_saved", "restore_from_func_ctx", "popleft", "is_grad_enabled",
+    "activation_recompute_forward", "autocast", "run_function", "save_for_backward", "setup_saved_tensors",
+})  # fmt: skip
+
+
+def functions_in(source: str) -> dict[str, ast.FunctionDef]:
+    """Return the functions of a module and the methods of its classes, by their names."""
+    found: dict[str, ast.FunctionDef] = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            found[node.name] = node
+        elif isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{each.name}": each for each in node.body if isinstance(each, ast.FunctionDef)}
+    return found
+
+
+def arguments_of(function: ast.FunctionDef) -> list[str]:
+    """Return the names of the arguments."""
+    given = function.args
+    return [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+
+
+def steps_of(function: ast.FunctionDef) -> list[str]:
+    """Return the calls and fields of the protocol in the order of the source, each where it comes first."""
+    nodes = sorted(filter(_is_placed, ast.walk(function)), key=lambda n: (n.lineno, n.col_offset))
+    return list(dict.fromkeys(step for node in nodes for step in _steps(node)))
+
+
+def _is_placed(node: ast.AST) -> bool:
+    return isinstance(node, (ast.Call, ast.Attribute))
+
+
+def _steps(node: Any) -> Iterator[str]:
+    if isinstance(node, ast.Call):
+        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if name in _CALLS:
+            yield f"{name}()"
+    elif node.attr in _FIELDS:
+        yield node.attr
+
+
+def fields_in(source: str, name: str) -> list[str]:
+    """Return the annotated fields of a class."""
+    kind = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name)
+    return [
+        node.target.id for node in kind.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    ]
+
+
+def saved_by(source: str, name: str) -> list[str]:
+    """Return the attributes that a class of quantized tensors gives away to be saved, in this order."""
+    function = functions_in(source)[f"{name}.prepare_for_saving"]
+    saved = next(node for node in ast.walk(function) if isinstance(node, ast.List))
+    return [each.attr for each in saved.elts if isinstance(each, ast.Attribute)]
+
+
+def names_in(source: str, base_source: str) -> dict[str, list[str]]:
+    """Return the names that the manager of the state, the state, a recipe's state and modules have.
+
+    Args:
+        source: The text of `quantization.py`.
+        base_source: The text of `module/base.py`.
+    """
+    methods = [name.partition(".")[2] for name in functions_in(source) if name.startswith(f"{_MANAGER}.")]
+    kind = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == _MANAGER)
+    values = [t.id for n in kind.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)]
+    delayed = fields_in(source, "DelayedScalingRecipeState")
+    base = functions_in(base_source)[f"{_BASE}.__init__"]
+    own = (node for node in ast.walk(base) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    return {
+        "manager": sorted(methods + values),
+        "state": fields_in(source, "FP8GlobalState"),
+        "delayed": delayed,
+        "module": sorted({node.attr for node in own}),
+    }
+
+
+def table_of(read: Callable[[str], str]) -> dict[str, Any]:
+    """Return arguments, steps and fields of the protocol.
+
+    Args:
+        read: Returns the text of a file of `transformer_engine/pytorch`.
+    """
+    functions: dict[str, Any] = {}
+    for file, names in FUNCTIONS.items():
+        known = functions_in(read(file))
+        functions[file] = {n: {"arguments": arguments_of(known[n]), "steps": steps_of(known[n])} for n in names}
+    return {"functions": functions, "state": fields_in(read("quantization.py"), "FP8GlobalState")}
+
+
+def _record(git_folder: str) -> None:
+    def read_at(release: str) -> Callable[[str], str]:
+        return lambda file: _git(git_folder, "show", f"{release}:{PACKAGE}/{file}")
+
+    sources = {release: map(read_at(release), ("quantization.py", "module/base.py")) for release in (*OTHERS, RELEASE)}
+    table = {
+        "source": "https://github.com/NVIDIA/TransformerEngine, transformer_engine/pytorch",
+        "release": RELEASE,
+        "commit": _git(git_folder, "rev-parse", f"{RELEASE}^{{commit}}").strip(),
+        **table_of(read_at(RELEASE)),
+        "saved": {
+            kind: saved_by(read_at(RELEASE)(f"tensor/storage/{file}_storage.py"), kind) for kind, file in SAVING.items()
+        },
+        "names": {release: names_in(*source) for release, source in sources.items()},
+    }
+    TABLE.write_text(json.dumps(table, indent=1) + "\n")
+
+
+def _git(folder: str, *arguments: str) -> str:
+    return subprocess.run(["git", "--git-dir", folder, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    _record(sys.argv[1])
