@@ -69,7 +69,7 @@ def clear_tensor_data(*tensors: Any) -> None:
         if isinstance(t, QuantizedTensorStorage):
             t.clear()
         elif t is not None:
-            t.data = torch.empty(0, dtype=t.dtype)
+            t.data = torch.empty(0, dtype=t.dtype, device=t.device)
 
 
 def kernel() -> contextlib.AbstractContextManager[Any]:

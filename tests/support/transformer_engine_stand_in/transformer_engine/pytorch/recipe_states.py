@@ -10,6 +10,9 @@ from transformer_engine.pytorch.quantization import get_fp8_torch_dtype
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
+# TransformerEngine's is always "cuda".
+_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
 
 class RecipeState:
     """What a module keeps for a recipe, in the forward or the backward."""
@@ -36,8 +39,8 @@ class DelayedScalingRecipeState(RecipeState):
 
     def __init__(self, recipe: Any, *, mode: str, num_quantizers: int = 1) -> None:
         super().__init__(recipe, mode=mode, num_quantizers=num_quantizers)
-        self.scale = torch.ones(num_quantizers)
-        self.amax_history = torch.zeros(recipe.amax_history_len, num_quantizers)
+        self.scale = torch.ones(num_quantizers, device=_DEVICE)
+        self.amax_history = torch.zeros(recipe.amax_history_len, num_quantizers, device=_DEVICE)
 
     def make_quantizers(self) -> list[Any]:
         amaxes = self.amax_history[0]

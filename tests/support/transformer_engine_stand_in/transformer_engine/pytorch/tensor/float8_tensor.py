@@ -23,7 +23,7 @@ class Float8TensorStorage(QuantizedTensorStorage):
     def clear(self) -> None:
         for t in (self._data, self._transpose):
             if t is not None:
-                t.data = torch.empty(0, dtype=t.dtype)
+                t.data = torch.empty(0, dtype=t.dtype, device=t.device)
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], QuantizedTensorStorage]:
         tensors: list[Tensor | None] = [self._data, self._transpose, self._scale_inv]

@@ -21,7 +21,7 @@ class MXFP8TensorStorage(QuantizedTensorStorage):
     def clear(self) -> None:
         for t in (self._rowwise_data, self._columnwise_data, self._rowwise_scale_inv, self._columnwise_scale_inv):
             if t is not None:
-                t.data = torch.empty(0, dtype=t.dtype)
+                t.data = torch.empty(0, dtype=t.dtype, device=t.device)
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], QuantizedTensorStorage]:
         tensors = [self._rowwise_data, self._columnwise_data, self._rowwise_scale_inv, self._columnwise_scale_inv]
