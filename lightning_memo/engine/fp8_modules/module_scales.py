@@ -34,7 +34,7 @@ class NotedScales:
         self._noted: list[tuple[Any, str, Tensor]] = []
         self.note()
 
-    @torch.no_grad()
+    @torch.inference_mode()  # tensors that were made in it, for example by a validation, are written nowhere else
     def note(self) -> None:
         """Take the present values in place of the earlier ones, in the same memory where it suffices."""
         self._noted = [found for m in self._modules for key in _KEYS for found in _tensors_of(m, key)]
@@ -47,7 +47,7 @@ class NotedScales:
         if present:
             torch._foreach_copy_([self._copies[id(t)] for t in present], present)  # type: ignore[misc]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def restore(self) -> None:
         """Put the noted values into the tensors that held them."""
         for holder, name, t in self._noted:
@@ -94,7 +94,7 @@ class ForwardFp8:
         modules: The modules of TransformerEngine in the layer.
     """
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         manager = fp8_manager()
         assert manager is not None
@@ -116,7 +116,7 @@ class ForwardFp8:
         """Return to the state of the forward inside the context, and to the present one afterwards."""
         present = NotedScales(self._modules)
         with autocast_again(self._autocast):
-            with torch.no_grad():
+            with torch.inference_mode():
                 for t, scale in self._scales:
                     t.copy_(scale)
             try:

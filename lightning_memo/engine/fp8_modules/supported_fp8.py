@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -57,7 +58,8 @@ def why_scaled_by_engine(module: nn.Module) -> str:
     found = engine_modules(module) if is_in_fp8() else []
     if not found:
         return ""
-    return f"{class_name(found[0])} of {class_name(module)} computes in TransformerEngine's FP8, with scales of tokens"
+    what = class_name(found[0]) + ("" if found[0] is module else f" of {class_name(module)}")
+    return f"{what} computes in TransformerEngine's FP8, in which tokens may share a scale"
 
 
 def fp8_form() -> str:
@@ -81,7 +83,11 @@ def _why_not_recipe() -> str:
             return f"{kind} with {name}={getattr(recipe, name)!r}: leave {name} out"
     if manager.quantization_state.fp8_graph_capturing:
         return "CUDA graphs of TransformerEngine: leave make_graphed_callables out"
-    return ""
+    offloads = getattr(sys.modules.get(f"{PACKAGE}.pytorch.cpu_offload"), "is_cpu_offload_enabled", bool)
+    if offloads():
+        return "activations that TransformerEngine moves to the host: leave get_cpu_offload_context out"
+    debugger = getattr(sys.modules.get("transformer_engine.debug.pytorch.debug_state"), "TEDebugState", None)
+    return "TransformerEngine's debugger: turn it off" if getattr(debugger, "debug_enabled", False) else ""
 
 
 def _delays_weight_gradients(m: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +90,17 @@ def test_calibration_is_refused(te: Any) -> None:
                 return LanguageModel.loss(self, batch)
 
     assert "calibration" in line_of(Calibrating(None))
+
+
+def test_activations_that_it_moves_itself_are_refused(te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["transformer_engine.pytorch.cpu_offload"], "CPUOffloadEnabled", True)
+    assert "leave get_cpu_offload_context out" in line_of(InFp8(recipe_of("delayed")))
+
+
+def test_its_debugger_is_refused(te: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = types.SimpleNamespace(TEDebugState=types.SimpleNamespace(debug_enabled=True))
+    monkeypatch.setitem(sys.modules, "transformer_engine.debug.pytorch.debug_state", state)
+    assert "TransformerEngine's debugger: turn it off" in line_of(InFp8(recipe_of("delayed")))
 
 
 @pytest.mark.parametrize("version", ["2.14.0", "2.19.0", ""])

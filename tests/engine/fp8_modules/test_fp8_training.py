@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.families import PlainBlock
+from support.families import FAMILIES, VOCABULARY, PlainBlock
 from support.markers.slow import slow_if
-from support.samples.fp8_models import EngineBlock, InFp8, blocks_of, engine, recipe_of, trained
-from support.trainer_harness import LanguageModel
+from support.samples.fp8_models import EngineBlock, InFp8, blocks_of, engine, recipe_of, scales_in, trained
+from support.trainer_harness import LanguageModel, batches, loader
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
@@ -111,6 +112,40 @@ def test_scales_follow_the_history_of_plain_training(te: Any, case: str, alpha: 
     compare(found, expected)
 
 
+class _Validated(InFp8):
+    """Runs a forward in inference mode before the first step, as `trainer.validate` does."""
+
+    @override
+    def on_train_start(self) -> None:
+        with torch.inference_mode():
+            self.loss({name: t.to(self.device) for name, t in next(iter(loader())).items()})
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_scales_that_inference_has_made(te: Any, alpha: float) -> None:
+    """Nothing outside of inference mode may write them, apart from kernels."""
+    _, expected = trained(None, _Validated(recipe_of("delayed")), max_steps=4)
+    result, found = trained(strategy(alpha), _Validated(recipe_of("delayed")), max_steps=4)
+    compare(found, expected)
+    assert result.module.model.blocks[0].out.fp8_meta["scaling_fwd"].scale.is_inference()
+
+
+def test_a_resumed_run_has_the_scales_of_one_that_was_not_interrupted(te: Any, tmp_path: Path) -> None:
+    """They are extra state of the modules, in checkpoints of Lightning."""
+    data = batches([next(iter(loader()))] * 4)  # Lightning starts a loader from its beginning
+    _, expected = trained(strategy(0.0), InFp8(recipe_of("delayed")), data, max_steps=4)
+    first, _ = trained(strategy(0.0), InFp8(recipe_of("delayed")), data, max_steps=2)
+    first.trainer.save_checkpoint(tmp_path / "two.ckpt")
+    result, found = trained(
+        strategy(0.0), InFp8(recipe_of("delayed")), data, max_steps=4, ckpt_path=tmp_path / "two.ckpt"
+    )
+    assert result.losses == expected[0].tolist()[2:]
+    scales = list(scales_in(result.module))
+    assert scales and all(
+        torch.equal(a, b) for a, b in zip(found[-len(scales) :], expected[-len(scales) :], strict=True)
+    )
+
+
 class _GatedBlock(PlainBlock):
     """A block that calls its module of TransformerEngine in FP8 only, which no attribute tells."""
 
@@ -139,6 +174,23 @@ def test_other_settings_change_nothing(te: Any, settings: dict[str, Any]) -> Non
     """Bytes of FP8 are integers, which `swap_precision` leaves as they are, and whole layers swap exactly."""
     _, expected = trained(None, InFp8(recipe_of("delayed")), max_steps=4)
     _, found = trained(MemoStrategy(**SETTINGS | {"alpha": 1.0} | settings), InFp8(recipe_of("delayed")), max_steps=4)
+    compare(found, expected)
+
+
+def _with_head() -> nn.Module:
+    model = FAMILIES["llama"].build()
+    model.lm_head = engine().Linear(32, VOCABULARY, bias=False)
+    return model
+
+
+def test_a_head_in_fp8_computes_all_logits_at_once(te: Any) -> None:
+    """In chunks, it would run after the autocast has ended."""
+    _, expected = trained(None, InFp8(recipe_of("delayed"), _with_head), max_steps=3)
+    plainly = MemoStrategy(alpha=1.0, plan_memory=False, loss_chunk_tokens=16)
+    with pytest.warns(
+        UserWarning, match="all tokens are computed at once, because Linear computes in TransformerEngine's FP8"
+    ):
+        _, found = trained(plainly, InFp8(recipe_of("delayed"), _with_head), max_steps=3)
     compare(found, expected)
 
 

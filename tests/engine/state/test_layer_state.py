@@ -171,7 +171,7 @@ def test_nan_is_no_hidden_state() -> None:
 
 def test_transformer_engine_in_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its modules keep scales outside of buffers. They run without FP8; a plain module replaces them here."""
-    state = types.SimpleNamespace(is_fp8_enabled=lambda: True)
+    state = types.SimpleNamespace(is_fp8_enabled=lambda: True, is_fp8_calibration=lambda: False)
     manager = types.SimpleNamespace(FP8GlobalStateManager=state)
     linear = type("Linear", (nn.Linear,), {"__module__": "transformer_engine.pytorch.module.linear"})
     for where in ("quantization", "fp8"):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformer_engine.common.recipe import DelayedScaling, Recipe
+from transformer_engine.pytorch.quantized_tensor import written
 
 
 @dataclass(slots=True)
@@ -256,8 +257,8 @@ def _fused_update(
         most = rolled.amax(0) if recipe.amax_compute_algo == "max" else last
         amax = torch.where(last != 0, most, torch.zeros_like(last))
         rolled[0] = 0
-        history.copy_(torch.where(last != 0, rolled, history))
-        _set_scale(scale, torch.where(amax.isfinite() & (amax > 0), largest / amax, scale))
+        written(history, torch.where(last != 0, rolled, history))
+        written(scale, _finite(torch.where(amax.isfinite() & (amax > 0), largest / amax, scale)))
 
 
 def _unfused_update(
@@ -269,11 +270,11 @@ def _unfused_update(
         history.copy_(torch.roll(history, -1, 0))
         history[0].fill_(0.0)
         new = (_fp8_max(recipe, forward) / amax) / 2**recipe.margin
-        _set_scale(scale, torch.where((amax > 0) & amax.isfinite(), new, scale))
+        scale.copy_(_finite(torch.where((amax > 0) & amax.isfinite(), new, scale)))
 
 
-def _set_scale(scale: Tensor, new: Tensor) -> None:
-    scale.copy_(torch.where(new.isinf(), torch.full_like(new, torch.finfo(torch.float32).max), new))
+def _finite(scale: Tensor) -> Tensor:
+    return torch.where(scale.isinf(), torch.full_like(scale, torch.finfo(torch.float32).max), scale)
 
 
 def _fp8_max(recipe: Any, forward: bool) -> float:

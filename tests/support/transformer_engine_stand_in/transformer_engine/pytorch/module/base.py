@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformer_engine.common.recipe import Recipe
+from transformer_engine.pytorch import cpu_offload  # noqa: F401  (as TransformerEngine's modules do)
 from transformer_engine.pytorch.distributed import (
     in_fp8_activation_recompute_phase,
     is_fp8_activation_recompute_enabled,
@@ -61,15 +63,16 @@ class TransformerEngineBaseModule(nn.Module):
         self.set_meta_tensor(False, recipe)
         self.fast_setattr("fp8_meta_tensors_initialized", True)
 
-    def get_extra_state(self) -> dict[str, Any]:
-        state = {}
+    def get_extra_state(self) -> Tensor:
+        state: dict[str, Any] = {}
         if self.fp8_meta["fp8_checkpoint"] and self.fp8_meta["recipe"].delayed():
             state["recipe"] = self.fp8_meta["recipe"]
             for key in ("scaling_fwd", "scaling_bwd"):
-                state[key] = self.fp8_meta[key].scale.clone(), self.fp8_meta[key].amax_history.clone()
-        return state
+                state[key] = self.fp8_meta[key].scale.cpu().clone(), self.fp8_meta[key].amax_history.cpu().clone()
+        return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
-    def set_extra_state(self, state: dict[str, Any]) -> None:
+    def set_extra_state(self, state: Any) -> None:
+        state = pickle.loads(state.numpy().tobytes())
         if not state:
             return
         self.fp8_meta.setdefault("num_gemms", state["scaling_fwd"][0].numel() // 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, Quantizer, allocated, kernel
+from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, Quantizer, allocated, kernel, written
 
 
 class Float8TensorStorage(QuantizedTensorStorage):
@@ -79,7 +79,7 @@ class Float8Quantizer(Quantizer):
 
     def quantize_impl(self, tensor: Tensor) -> QuantizedTensorStorage:
         with kernel():
-            self.amax.data.copy_(torch.maximum(self.amax, tensor.abs().max().float()))
+            written(self.amax, torch.maximum(self.amax, tensor.abs().max().float()))
             data, scale_inv = _cast(tensor, self.scale, self.dtype), 1 / self.scale.reshape(1)
         return Float8TensorStorage(allocated(data), allocated(scale_inv), self.dtype, self.columnwise_usage)
 
