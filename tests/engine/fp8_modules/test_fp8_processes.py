@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from support.architectures.fp8_models import InFp8, Scales, blocks_of, engine, recipe_of, scales_in
 from support.devices import DEVICE
 from support.processes import run_in_processes
-from support.samples.fp8_models import InFp8, Scales, blocks_of, engine, recipe_of, scales_in
 from support.trainer_harness import Sequences, make_trainer
 from support.transformer_engine_stand_in import stand_in
 from torch import Tensor

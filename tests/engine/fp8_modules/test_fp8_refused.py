@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.samples.fp8_models import EngineBlock, InFp8, blocks_of, recipe_of, trained
+from support.architectures.fp8_models import EngineBlock, InFp8, blocks_of, recipe_of, trained
 from support.trainer_harness import LanguageModel, fit, listening, loader, make_trainer
 from torch import Tensor, nn
 from typing_extensions import override

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.architectures.fp8_models import EngineBlock, InFp8, blocks_of, engine, recipe_of, scales_in, trained
 from support.families import FAMILIES, VOCABULARY, PlainBlock
 from support.markers.slow import slow_if
-from support.samples.fp8_models import EngineBlock, InFp8, blocks_of, engine, recipe_of, scales_in, trained
 from support.trainer_harness import LanguageModel, batches, loader
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
