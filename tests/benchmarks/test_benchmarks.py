@@ -60,7 +60,7 @@ def test_the_report_says_what_was_measured_and_on_what(report):
     }
     assert "--repeats 3" in report["command"]
     assert set(report["versions"]) == {"python", "torch", "transformers", "lightning_memo"}
-    assert report["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(report["versions"]["torch"])  # the wheels of CUDA builds leave "+cu130" out
     assert report["device"] == report["cpu"]["name"]
     assert report["cpu"]["cores"] == os.cpu_count()
     assert report["threads"] == 1

@@ -100,7 +100,7 @@ def test_a_result_says_what_was_measured_and_how(killed):
     assert result["memory"]["peak_rss_bytes"] > 0
     assert result["mfu"] is None, "a CPU has no peak"
     assert result["waits"]["copied_bytes"]["offload"] == result["waits"]["copied_bytes"]["prefetch"] > 0
-    assert result["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(result["versions"]["torch"])  # the wheels of CUDA builds leave "+cu130" out
     assert "--layers 3" in result["command"]
     assert result["date"] and result["device"]
     assert results(killed[0])["full", "plain"]["waits"] is None

@@ -54,7 +54,7 @@ def test_what_runs_is_measured_and_what_does_not_says_why(report):
         first = rows[what, "sdpa" if what == "attention" else "transformers", tokens]
         assert row["ratio"]["min"] <= row["seconds"][0] / first["seconds"][0] <= row["ratio"]["max"]
     assert report["settings"]["dtype"] == "float32"
-    assert report["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(report["versions"]["torch"])  # the wheels of CUDA builds leave "+cu130" out
 
 
 def test_bytes_that_attention_and_a_layer_keep(report):
