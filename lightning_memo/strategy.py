@@ -332,4 +332,7 @@ class MemoStrategy(DistributedStrategy):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         if self._runtime is not None:
             closure = functools.partial(self._runtime.step, closure)
-        return super().optimizer_step(optimizer, closure, *args, **kwargs)
+        stepped = super().optimizer_step(optimizer, closure, *args, **kwargs)
+        if self._processes is not None and self._processes.pipeline is not None:
+            self._processes.pipeline.after_step()
+        return stepped

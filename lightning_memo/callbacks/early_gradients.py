@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 
@@ -13,13 +14,18 @@ def refuse_early_gradients(trainer: pl.Trainer) -> None:
         trainer: The trainer of the fit.
 
     Raises:
-        ValueError: The module optimizes manually, or something looks at gradients between the two.
+        ValueError: The module optimizes manually or by LBFGS, or something looks at gradients between the two.
     """
     module = trainer.lightning_module
     if not module.automatic_optimization:
         raise ValueError(
             "pipeline_parallel_size: manual optimization may drop gradients that a pipeline computes in the forward: "
             "set automatic_optimization=True, or pipeline_parallel_size=1"
+        )
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
+        raise ValueError(
+            "pipeline_parallel_size: LBFGS computes a step from the gradients of all weights, and each stage has its "
+            "own: take another optimizer, or set pipeline_parallel_size=1"
         )
     hooks = ("on_before_zero_grad", "optimizer_zero_grad")
     found = [f"{type(module).__name__}.{name}" for name in hooks if is_overridden(name, module)]

@@ -23,7 +23,7 @@ from lightning_memo.parallel.pipeline.stage_messages import StageMessages
 from lightning_memo.parallel.pipeline.stage_modules import StagedModel
 from lightning_memo.parallel.pipeline.stage_order import most_in_flight
 from lightning_memo.parallel.pipeline.tied_weights import TiedWeights
-from lightning_memo.parallel.zero.unreduced_gradients import unreduced_gradients
+from lightning_memo.parallel.zero.unreduced_gradients import Gradients, unreduced_gradients
 from lightning_memo.parallel.zero.zero_sharding import accumulating
 from lightning_memo.utils.find_layers import find_hugging_face
 
@@ -59,6 +59,7 @@ class Pipeline:
         self.stage = self._messages.stage
         self._tied = TiedWeights(ends_group(mesh, timeout))
         self._run: PipelinedModel | None = None
+        self._gradients: Gradients = {}
 
     @property
     def in_flight(self) -> int:
@@ -83,7 +84,7 @@ class Pipeline:
         """Return the model inside of a divided module, and what is to be called in place of its forward."""
         model = find_hugging_face(module)[0]
         forward: StageForward = getattr(model, STAGE)
-        gradients = unreduced_gradients(module)
+        gradients = self._gradients = unreduced_gradients(module)
         self._run = PipelinedModel(
             model,
             forward,
@@ -111,6 +112,10 @@ class Pipeline:
         assert self._run is not None
         self._run.engine = engine
         self._run.before_backward, self._run.drops_gradients = before_backward, drops_gradients
+
+    def after_step(self) -> None:
+        """Make tied weights equal again after an optimizer's step. All stages call this."""
+        self._tied.share_values(self._gradients)
 
     def holders(self, parameter: nn.Parameter) -> int:
         """Return the number of processes that hold a parameter or a part of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -12,7 +13,7 @@ from lightning_memo.parallel.zero.unreduced_gradients import Gradients
 
 
 class TiedWeights:
-    """The tied weights of this process. Both stages begin with equal values, and add up their gradients.
+    """The tied weights of this process. Both stages begin with equal values, add up their gradients, and step alike.
 
     Args:
         ends: This process and the one with the other copy; `None` between the first and the last stage.
@@ -45,3 +46,17 @@ class TiedWeights:
                     of.grad = of.zeros()
                 resolve_partial([of])
                 dist.all_reduce(local_part(of.grad), group=self._ends)
+
+    @torch.no_grad()
+    def share_values(self, gradients: Gradients) -> None:
+        """Give the last stage's copy of each weight the values of the first one's. Both stages call this.
+
+        An optimizer may have them in groups with other settings, as it knows the last stage's copy by another name.
+
+        Args:
+            gradients: The gradients, which know their parameters.
+        """
+        for place in self._places:
+            parameter = gradients[place].parameter
+            if parameter.requires_grad:
+                dist.broadcast(local_part(parameter.detach()), group=self._ends, group_src=0)

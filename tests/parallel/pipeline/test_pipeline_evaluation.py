@@ -155,6 +155,12 @@ class Manual(LanguageModel):
         self.automatic_optimization = False
 
 
+class ByLbfgs(LanguageModel):
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters())
+
+
 class LooksEarly(LanguageModel):
     @override
     def on_before_zero_grad(self, optimizer: Any) -> None:
@@ -219,6 +225,7 @@ BAD: dict[str, tuple[type[LanguageModel], Any, dict[str, Any], str]] = {
     "argument": (WithOtherTensor, "llama", {}, "how to divide the argument weights"),
     "part": (CallsPart, "llama", {}, "is called by itself"),
     "manual": (Manual, "llama", {}, "manual optimization may drop gradients"),
+    "optimizer": (ByLbfgs, "llama", {}, "LBFGS computes a step from the gradients of all weights"),
     "early": (LooksEarly, "llama", {}, "LooksEarly.on_before_zero_grad would see gradients"),
     "head": (WithHead, "llama", {}, "WithHead has weights in head, which belong to no stage"),
     "shared": (LanguageModel, _shared, {}, "has weights that several layers use"),

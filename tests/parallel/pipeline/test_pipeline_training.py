@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from support.markers.slow import slow_if
 from support.parallel_training import Run, train_alone, train_together
 from support.samples.configurations import BOUND
@@ -40,6 +40,29 @@ def check(run: Run, settings: dict[str, Any], stages: int = 2) -> dict[str, list
     errors = outcome.worst_error(train_alone(run))
     assert all(errors[part] <= BOUND for part in PARTS), errors
     return outcome.notes
+
+
+class HeadsByName(Callback):
+    """Gives heads an optimizer group of their own, by their name, which a tied head has on the last stage only."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, Any] = {}
+
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        group = trainer.optimizers[0].param_groups[0]
+        heads = [p for name, p in module.named_parameters() if "lm_head" in name]
+        self.notes = {"heads": len(heads)}
+        if heads:
+            group["params"] = [p for p in group["params"] if all(p is not head for head in heads)]
+            trainer.optimizers[0].add_param_group({"params": heads, "lr": 10 * group["lr"], "weight_decay": 0.5})
+
+
+def test_tied_weights_of_other_optimizer_groups_stay_equal() -> None:
+    run = Run(family="llama_tied", tokens=45, batch=4, layers=8, steps=3, clip=0.5)
+    outcome = train_together(2, run, {"pipeline_parallel_size": 2, "alpha": 0.5}, watch=HeadsByName)
+    assert outcome.notes["heads"] == [0, 1]
+    errors = outcome.worst_error(train_alone(run))
+    assert all(errors[part] <= BOUND for part in PARTS), errors
 
 
 @slow_if(lambda alpha, accumulate: (alpha, accumulate) not in ((0.0, 1), (0.5, 4), (1.0, 1)))
