@@ -52,12 +52,14 @@ def test_candidates_are_all_products_that_divide():
 
 
 def test_candidates_divide_heads_layers_sequence_and_batch():
-    odd = ask(gpus=24, cluster="gh200", batch_size=6, seq_len=3 * K)
+    odd = ask(gpus=24, cluster="gh200", batch_size=6, seq_len=3 * K, precision="bf16-true")
     found = candidate_parallelisms(odd, {})
     assert {p.tp for p in found} == {1, 2, 4, 8}  # 3 does not divide the heads
     assert {p.cp for p in found} >= {1, 2, 3, 6}
     assert {p.dp for p in found} == {1, 2, 3, 6}
     assert {p.pp for p in found} == {1, 2, 4, 8}  # of 32 layers
+    assert {p.zero_stage for p in found if p.pp > 1} == {0, 1}
+    assert {p.pp for p in candidate_parallelisms(replace(odd, precision="bf16-mixed"), {})} == {1}
 
 
 def test_forced_sizes_are_kept():
