@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_memo.callbacks.early_gradients import refuse_early_gradients
+from lightning_memo.callbacks.refused_loops import refuse_early_gradients, refuse_joint_optimizers
 from lightning_memo.checkpointing import CheckpointingStrategy
 from lightning_memo.config import PRECISIONS, MemoConfig
 from lightning_memo.data.seed_workers import seed_workers
@@ -212,7 +212,8 @@ class DistributedStrategy(CheckpointingStrategy):
         """Prepare the pipeline for training; does nothing if there is none.
 
         Raises:
-            ValueError: The training loop uses gradients between the training step and the backward.
+            ValueError: The training loop uses gradients between the training step and the backward, or those of all
+                stages.
         """
         pipeline = processes.pipeline
         if pipeline is None:
@@ -220,6 +221,7 @@ class DistributedStrategy(CheckpointingStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         refuse_early_gradients(trainer)
+        refuse_joint_optimizers(trainer)
 
         def drops_gradients() -> bool:
             """Whether Lightning calls `zero_grad` between this training step and its backward."""

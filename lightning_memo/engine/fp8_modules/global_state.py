@@ -61,17 +61,14 @@ class NotedGlobalState:
     """
 
     def __init__(self) -> None:
-        self._manager = fp8_manager()
-        self._state = getattr(self._manager, "quantization_state", None)
-        self._values: dict[str, Any] = {}
         self.note()
 
     def note(self) -> None:
         """Take the present state in place of the earlier one."""
         self._manager = fp8_manager()
         self._state = getattr(self._manager, "quantization_state", None)
-        if self._state is not None:
-            self._values = {name: _copied(getattr(self._state, name)) for name in _fields_of(self._state)}
+        fields_of_state = () if self._state is None else _fields_of(self._state)
+        self._values = {name: _copied(getattr(self._state, name)) for name in fields_of_state}
 
     def restore(self) -> None:
         """Make this state the present one."""

@@ -31,8 +31,10 @@ _BOUNDS = (_aten.clamp_.default, _aten.clamp_min_.default, _aten.clamp_max_.defa
 _BATCH_NORMS = (_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm)
 # Return their argument as a new tensor: what was made outside of operators, for example by `torch.tensor`.
 LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
-# Seconds. A thread of a process group lets go of what it has sent some time after the collective.
-_WAITS = (0.01, 0.1, 1.0, 4.0)
+# Seconds. Threads let go of tensors some time after the call that they serve has returned: those in which a GPU's
+# backward runs of the graph, and those of process groups of what they have sent.
+WAITS_FOR_GRAPHS = (0.01, 0.1, 1.0)
+_WAITS_FOR_SENT = (*WAITS_FOR_GRAPHS, 4.0)
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -84,6 +86,20 @@ def kept_elsewhere(name: str) -> str:
         "for example), but lightning_memo runs layers more than once: return them, or keep them in attributes of its "
         "modules"
     )
+
+
+def remains(holds: Callable[[], bool], waits: Iterable[float]) -> bool:
+    """Return whether something is held for good, and not by a thread that is about to let go of it.
+
+    Args:
+        holds: Returns whether it is held now.
+        waits: Seconds to wait between two looks.
+    """
+    for seconds in waits:
+        if not holds():
+            return False
+        time.sleep(seconds)
+    return holds()
 
 
 class KeptStorages:
@@ -169,11 +185,7 @@ class SideEffects(TorchDispatchMode):
 
     def keeps_tensors(self) -> bool:
         """Return whether anything that depends on the sources is still alive."""
-        for seconds in _WAITS:
-            if not self._dependent.alive():
-                return False
-            time.sleep(seconds)
-        return bool(self._dependent.alive())
+        return remains(lambda: bool(self._dependent.alive()), _WAITS_FOR_SENT)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -22,9 +22,11 @@ from lightning_memo.engine.recurrence.intercept_states import StateHandler, hand
 from lightning_memo.engine.recurrence.state_functions import StateCall
 from lightning_memo.engine.saved_tensors.side_effects import (
     LIFTS,
+    WAITS_FOR_GRAPHS,
     KeptStorages,
     address_of,
     kept_elsewhere,
+    remains,
     written_by,
 )
 from lightning_memo.engine.state.held_values import name_of
@@ -142,19 +144,23 @@ class TrialMode(FakeTensorMode):
             RefusedAtAnyLength: Something has kept tensors that are no constants.
         """
         self._stand_ins.clear()
-        alive = self._made.alive()
-        if not alive:
-            return False
-        kept = [t for t in gc.get_objects() if type(t) is FakeTensor and address_of(t) in alive]
-        if not all(t in self._constants for t in kept):
+        if remains(lambda: any(t not in self._constants for t in self._kept()), WAITS_FOR_GRAPHS):
             raise RefusedAtAnyLength(kept_elsewhere(name))
+        kept = self._kept()
+        if not kept:
+            return False
         self.gained.clear()
         for t, real in zip(kept, self._constants.values_of(kept), strict=True):
             # Whatever refers to the tensor is not known, so that the tensor itself becomes the other one.
             vars(t).clear()
             t.__class__ = Tensor
             torch._C._swap_tensor_impl(t, real)  # type: ignore[attr-defined]
-        return bool(kept)
+        return True
+
+    def _kept(self) -> list[FakeTensor]:
+        """Return the tensors of this run that something still holds."""
+        alive = self._made.alive()
+        return [t for t in gc.get_objects() if type(t) is FakeTensor and address_of(t) in alive] if alive else []
 
     def _fake_of(self, t: Tensor) -> Tensor:
         if type(t) not in _WITH_VALUES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -93,6 +94,21 @@ def test_constants_that_a_class_keeps() -> None:
     """The layers run whole, as in the first forward of one of them it cannot be told what else a class might keep."""
     with pytest.warns(UserWarning, match="layers run as one slice.*writes to the class attribute Scaling.scale"):
         compare(blocks(scaling(of_class)), {"alpha": 0.5})
+
+
+class HeldByThread(PlainBlock):
+    """Its output is held for a while by another thread, as a graph is by that in which a GPU's backward has run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if isinstance(y, FakeTensor):
+            threading.Timer(0.05, id, (y,)).start()
+        return y
+
+
+@pytest.mark.filterwarnings("error:.*as one slice")
+def test_what_a_thread_is_about_to_let_go_of_is_not_kept() -> None:
+    compare(blocks(HeldByThread), {"alpha": 0.5, "slice_tokens": 8})
 
 
 class Scaled(nn.Linear):
