@@ -202,6 +202,10 @@ def _evenly(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
 
 def _divide(gradients: Tensor, by: int) -> None:
     gradients.div_(by)
+    if gradients.is_cuda:
+        # FSDP2 runs this on the stream of its all-reduces, and frees the tensor there once it is added to the
+        # gradients of earlier micro-batches. The memory is that of another stream, where the next layer would take it.
+        gradients.record_stream(torch.cuda.current_stream())
 
 
 def _gather_with(unit: FSDPModule, layer: nn.Module, again: bool) -> None:
