@@ -7,7 +7,7 @@ EXTRAS := $(CURDIR)/$(VENV)/extras
 EXTRAS_INSTALLED := $(VENV)/.extras_installed
 EXTRAS_TESTS := tests/strategy/test_quantised.py tests/strategy/test_float8.py tests/kernels/test_liger.py
 WORKERS := -n 2 --dist worksteal
-# `make test-slow test-cuda PART=2/6` runs the second sixth of the cases that repeat what `make test` covers.
+# `make test-slow test-cuda PART=2/10` runs the second tenth of the cases that repeat what `make test` covers.
 PARTED = $(if $(PART),--part $(PART))
 # The environment with the CUDA build of torch and the emulated device.
 CUDA_VENV := .cuda/venv
@@ -35,7 +35,7 @@ test: $(INSTALLED)
 
 test-slow: $(INSTALLED) $(EXTRAS_INSTALLED)
 	$(RUN) -m pytest $(WORKERS) $(PARTED) -m slow tests $(EXTRAS_TESTS:%=--ignore=%)
-	PYTHONPATH=$(EXTRAS) $(RUN) -m pytest $(WORKERS) $(EXTRAS_TESTS)
+	PYTHONPATH=$(EXTRAS) $(RUN) -m pytest $(WORKERS) $(PARTED) $(EXTRAS_TESTS)
 
 # Tests on an emulated GPU, see tests/emulated_cuda/README.md. Those of the last two commands also run on the CPU, where the
 # slow cases combine more settings. With the last one, copies and kernels are late at random.

@@ -46,6 +46,7 @@ def row_of(report, name):
     return next(row for row in report["results"] if row["method"]["name"] == name)
 
 
+@pytest.mark.slow
 def test_the_report_says_what_was_measured_and_on_what(report):
     assert report["model"] == {
         "layers": 4,

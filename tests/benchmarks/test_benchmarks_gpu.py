@@ -59,6 +59,7 @@ def killed(tmp_path_factory):
     return folder, before, said.getvalue()
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_ended(killed):
     folder, before, said = killed
     assert 0 < len(before) < len(METHODS) * 2
@@ -199,6 +200,7 @@ def test_the_profiled_step_is_not_timed():
     assert result["steps"] == {"prime": 1, "settling": 1, "warmup": 0, "timed": 1, "observed": 0}
 
 
+@pytest.mark.slow
 def test_a_cell_that_takes_too_long_is_a_result(tmp_path):
     cell, process = load("cells.cell"), load("cells.process")
     assert process.device_name("cpu")  # from here on processes start quickly

@@ -156,6 +156,7 @@ def test_the_papers_experiments_run(cell: dict[str, str], tmp_path: Path) -> Non
     assert losses(tmp_path)[0] == pytest.approx(math.log(1024), abs=0.2)
 
 
+@pytest.mark.slow
 def test_the_terminal_is_not_told_what_pytorch_says_to_itself(tmp_path: Path) -> None:
     """Runs in a new interpreter, because PyTorch reads its logging settings at the start."""
     command = ["python", "-m", "lightning_memo.train", *commands.TINY_RUN, "data.seq_len=64"]
@@ -165,6 +166,7 @@ def test_the_terminal_is_not_told_what_pytorch_says_to_itself(tmp_path: Path) ->
     assert not re.search("USDT|CPUAllocator|SyncActivity", err + out)
 
 
+@pytest.mark.slow
 def test_the_commands_of_sweeps_run(in_process: Any, tmp_path: Path) -> None:
     """Runs a sweep and continues it. The other commands of the page need GPUs or SLURM."""
     text = (FINETUNING.parent / "sweeps.md").read_text()

@@ -66,6 +66,7 @@ def test_jobs_at_the_same_time_on_this_machine(tmp_path: Path) -> None:
     assert [run.status for run in load_runs(tmp_path / SWEEP)] == ["ok", "ok"]
 
 
+@pytest.mark.slow
 def test_jobs_of_two_tasks_by_slurm(tmp_path: Path) -> None:
     """One job succeeds and one fails. The same command does not repeat the finished job."""
     tools = tmp_path / "bin"

@@ -73,6 +73,7 @@ def test_torchrun_trains_as_one_process_and_writes_once(tmp_path, train):
     assert on[4] == pytest.approx(whole[4], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_fpdt_is_one_word(tmp_path, train):
     status, _, err = run(lightning("strategy=fpdt", "strategy.slice_tokens=6"), tmp_path)
     assert status == 0, err
@@ -84,7 +85,7 @@ def test_fpdt_is_one_word(tmp_path, train):
     assert metrics(both, "train_loss") == pytest.approx(metrics(alone, "train_loss"), rel=1e-5)
 
 
-@slow_if(lambda experiment: experiment == "demo_expert_parallel")
+@pytest.mark.slow
 @pytest.mark.parametrize(("experiment", "processes"), [("demo_expert_parallel", 2), ("demo_hybrid", 1)])
 def test_other_models_beat_the_unigram_entropy(tmp_path, experiment, processes):
     (tmp_path / "texts").mkdir()
@@ -137,6 +138,7 @@ def test_a_mistake_of_all_is_told_once(tmp_path):
     assert "tensor_parallel_size=2 does not divide num_attention_heads=1" in only(errors(err))
 
 
+@slow_if(lambda case_id: case_id == "lightning-2")
 @pytest.mark.parametrize(("start", "status"), [(torchrun, 1), (lightning, 2)])
 def test_a_process_that_fails_alone_ends_the_others(tmp_path, start, status):
     (tmp_path / "text0").mkdir()

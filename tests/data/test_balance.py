@@ -87,6 +87,7 @@ def write(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_processes_of_a_stream_get_rows_of_similar_costs(tmp_path: Path):
     settings = {"seq_len": SEQ_LEN, "streaming": True, "val_documents": 2, "buffer_rows": 24, "batch_size": 1}
     path, count = write(tmp_path / "documents.jsonl"), 4

@@ -241,6 +241,7 @@ def test_quantised_weights(by_function: bool, alpha: float) -> None:
 # ---- batches of any shape
 
 
+@pytest.mark.slow
 def test_a_hundred_batches_of_any_shape() -> None:
     """Losses and weights are those of plain training, and memory is that of the plan for the largest batch."""
     chance = torch.Generator().manual_seed(11)

@@ -26,11 +26,7 @@ LENGTHS = (45, 30, 17, 27, 50)
 LAYERS = 3  # of which one is swapped; the third one of Gemma 3 has no window
 
 
-@slow_if(
-    lambda case_id: (
-        case_id not in ("llama_dynamic_rope-cp2 ring-settings0", "gemma3_dynamic_rope-cp2 ulysses-settings6")
-    )
-)
+@slow_if(lambda case_id: case_id != "llama_dynamic_rope-cp2 ring-settings0")
 @pytest.mark.parametrize(
     ("family", "configuration", "settings"),
     [

@@ -130,6 +130,7 @@ def of_rank(memo: bool) -> tuple[list[float], dict[str, Tensor]]:
     return [entry["loss"] for entry in outcome.logs], outcome.weights
 
 
+@pytest.mark.slow
 def test_two_processes() -> None:
     """Accelerate wraps the model by DistributedDataParallel."""
     plain, memo = (run_in_processes(2, of_rank, memo) for memo in (False, True))
@@ -157,7 +158,7 @@ def preferring(memo: MemoCallback | None, adapter: LoraConfig | None) -> Trainer
     )  # fmt: skip
 
 
-@slow_if(lambda make, lora: make is supervised and lora)
+@slow_if(lambda make, lora: (make is supervised) is lora)
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("make", [supervised, preferring])
 @pytest.mark.filterwarnings("ignore::FutureWarning")

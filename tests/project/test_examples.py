@@ -73,6 +73,7 @@ def test_two_hosts_end_with_the_loss_of_one_process(tmp_path: Path) -> None:
     assert sorted(result["processes"] for result in results(tmp_path)) == [1, 2]
 
 
+@pytest.mark.slow
 def test_slurm_job(tmp_path: Path) -> None:
     srun = tmp_path / "bin" / "srun"
     srun.parent.mkdir()

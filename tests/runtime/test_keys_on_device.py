@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.architectures.scarce import Scarce
+from support.markers.slow import slow_if
 from support.trainer_harness import LanguageModel, batches, fit, loader, plain
 
 from lightning_memo import MemoStrategy
@@ -38,6 +39,7 @@ def test_keys_are_on_the_device_if_it_has_room(settings: dict[str, Any], expecte
     assert set(result.held) == {0}
 
 
+@slow_if(lambda where: where == "backward")
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_keys_go_to_the_host_if_a_step_does_not_fit(where: str) -> None:
     """Slices stay as long as they were given; hidden states follow when not even keys on the host are enough."""

@@ -78,6 +78,7 @@ def losses(folder: Path, kill: bool) -> list[tuple[int, str]]:
     return [(int(step), loss) for step, loss in map(str.split, lines)]
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_started_again(tmp_path: Path) -> None:
     whole, restarted = losses(tmp_path / "whole", kill=False), losses(tmp_path / "restarted", kill=True)
     assert [step for step, _ in whole] == list(range(1, STEPS + 1))

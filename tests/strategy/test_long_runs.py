@@ -156,6 +156,7 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Held]
     return folder, watch.seen, made
 
 
+@pytest.mark.slow
 def test_a_long_run_is_flat(long_run: tuple[Path, list[Held], Plan]) -> None:
     folder, seen, _ = long_run
     sys.stdout.write(f"\n{STEPS} steps: {seen[0]}, {seen[-1]}, growth {growth(seen)}\n")
@@ -185,6 +186,7 @@ def test_a_run_with_a_given_plan_is_flat_from_step_10(tmp_path: Path, long_run: 
     assert set(grown.values()) == {0}, grown
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_folder")
 def test_a_leak_of_one_layer_input_in_a_step_would_show(tmp_path: Path) -> None:
     watch = Watch(leak=True)

@@ -109,6 +109,7 @@ def alive(process):
     return False
 
 
+@pytest.mark.slow
 def test_an_attempt_ends_with_the_process_that_waits_for_it():
     waiting = subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, text=True)
     process, folder = waiting.stdout.readline().split()

@@ -54,6 +54,7 @@ def cut(*parts: tuple[int, Action]) -> tuple[TokenRange, ...]:
     return tuple(TokenRange(start, stop, action) for start, (stop, action) in zip(starts, parts, strict=False))
 
 
+@slow_if(lambda case_id: case_id == "BambaConfig")
 @few_kinds
 @pytest.mark.parametrize("config", HYBRIDS)
 def test_gradients_at_every_alpha_and_in_any_mix_of_slices(config: str) -> None:

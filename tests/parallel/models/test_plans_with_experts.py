@@ -116,6 +116,7 @@ def _recomputed_slices(trainer: Any) -> dict[str, Any]:
     return {"recomputed": sum(part.action is Action.RECOMPUTE for part in slices), "slices": len(slices)}
 
 
+@pytest.mark.slow
 def test_plans_by_kind_repeat_the_exchanges_of_recomputed_slices_only() -> None:
     run = Run(family="qwen3_moe", tokens=300, steps=3, layers=4)
     settings = _EP2 | {"storage": "kinds", "device_memory": "3MiB", "check_slices": False}
@@ -150,6 +151,7 @@ def _costs(trainer: Any) -> dict[str, Any]:
     return {"costs": trainer.strategy.plan.storage_costs, "bytes": sum(trainer.strategy.plan.costs.other_bytes)}
 
 
+@pytest.mark.slow
 def test_the_costs_of_layers_include_exchanges() -> None:
     """Four in the forward (hidden states, choices, weights and results), three in each of the other two."""
     run = Run(family="qwen3_moe", tokens=300, steps=1, layers=4)

@@ -152,6 +152,7 @@ def test_what_does_not_run_beside_a_pipeline_is_refused_in_one_line(setting: dic
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_pipelines_beside_each_other_make_later_plans_by_themselves() -> None:
     """The rows of the second pipeline grow, and it profiles again while the first one runs by its plan."""
     check(run_of(growing=True), {"alpha": 0.5, "zero_stage": 1})

@@ -91,6 +91,7 @@ def test_kinds_of_models(family: str) -> None:
     assert all(errors[part] <= BOUND for part in PARTS if part != "weights" or family != "gpt_neox"), errors
 
 
+@pytest.mark.slow
 def test_chunked_loss_and_planned_memory() -> None:
     run = Run(family="llama_tied", tokens=45, batch=4, layers=4, steps=7, clip=0.5)
     check(run, {"alpha": 0.5, "loss_chunk_tokens": 7, "plan_memory": True})
@@ -113,6 +114,7 @@ def test_rows_of_other_kinds(lengths: tuple[int, ...], padded: bool, packed: boo
     check(run, {"alpha": 0.5})
 
 
+@slow_if(lambda case_id: case_id == "2")
 @pytest.mark.parametrize("micro_batch_size", [2, 3])
 def test_micro_batches_of_several_rows(micro_batch_size: int) -> None:
     """Three rows do not divide a batch of four: the micro-batches then have one."""

@@ -1,4 +1,4 @@
-"""A part of the cases of a run: `--part 2/6` leaves out all but the second sixth of those that markers select.
+"""A part of the cases of a run: `--part 2/10` leaves out all but the second tenth of those that markers select.
 
 CI runs another part for each commit where all cases would take too long.
 """
@@ -29,7 +29,7 @@ class Part(NamedTuple):
         """
         number, slash, parts = text.partition("/")
         if not (slash and number.isdigit() and parts.isdigit() and 1 <= int(number) <= int(parts)):
-            raise pytest.UsageError(f"--part {text}: give one of several parts, like 2/6 for the second sixth")
+            raise pytest.UsageError(f"--part {text}: give one of several parts, like 2/10 for the second tenth")
         return cls(int(number), int(parts))
 
     def __contains__(self, case: object) -> bool:
