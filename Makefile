@@ -38,19 +38,21 @@ test-slow: $(INSTALLED) $(EXTRAS_INSTALLED)
 	PYTHONPATH=$(EXTRAS) $(RUN) -m pytest $(WORKERS) $(PARTED) $(EXTRAS_TESTS)
 
 # Tests on an emulated GPU, see tests/emulated_cuda/README.md. Those of the last two commands also run on the CPU, where the
-# slow cases combine more settings. With the last one, copies and kernels are late at random.
+# slow cases combine more settings. With the last one, copies and kernels are late at random: `make test-cuda SEED=7` repeats
+# the delays of a run, as far as the threads of the machine let it.
+SEED ?= $(shell date +%s)
 test-cuda: export OMP_NUM_THREADS = 1
 test-cuda: export PYTHONDONTWRITEBYTECODE =
 test-cuda: export EMULATED_CUDA_DEVICES = 4
 test-cuda: $(CUDA_INSTALLED)
 	$(CUDA_RUN) tests/emulated_cuda/build.py $(CUDA_HEADERS)
 	$(CUDA_RUN) -m pytest $(WORKERS) -m "not slow" tests/emulated_cuda tests/gpu
-	$(CUDA_RUN) -m pytest $(WORKERS) $(PARTED) -m slow tests/gpu
-	PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True $(CUDA_RUN) -m pytest tests/gpu/test_cuda_allocator.py \
-		tests/gpu/test_cuda_allocator_training.py
+	$(CUDA_RUN) -m pytest $(WORKERS) $(PARTED) -m slow tests/emulated_cuda tests/gpu
+	PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True $(CUDA_RUN) -m pytest $(WORKERS) -m "not slow" \
+		tests/gpu/test_cuda_allocator.py tests/gpu/test_cuda_allocator_training.py
 	TEST_DEVICE=cuda $(CUDA_RUN) -m pytest $(WORKERS) $(PARTED) -m "not slow" $$(grep -v '^#' tests/emulated_cuda/also_on_cuda.txt)
 	grep -v '^#' tests/emulated_cuda/late_on_cuda.txt | TEST_DEVICE=cuda EMULATED_CUDA_COPY_DELAY_US=5000 \
-		EMULATED_CUDA_KERNEL_DELAY_US=200 xargs -d '\n' $(CUDA_RUN) -m pytest $(WORKERS)
+		EMULATED_CUDA_KERNEL_DELAY_US=200 EMULATED_CUDA_SEED=$(SEED) xargs -d '\n' $(CUDA_RUN) -m pytest $(WORKERS)
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .

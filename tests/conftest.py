@@ -41,10 +41,11 @@ def pytest_configure():
         raise pytest.UsageError("TEST_DEVICE=cuda, but PyTorch sees no CUDA device: run `make test-cuda`")
 
 
-@pytest.hookimpl(tryfirst=True)  # before cases are selected by markers
+@pytest.hookimpl(wrapper=True)  # within, cases are selected by markers
 def pytest_collection_modifyitems(config, items):
     mark_slow(items)
     config.stash[COLLECTED] = list(items)
+    yield
     if (part := config.getoption("part")) is not None:
         part.select(config, items)
 

@@ -74,6 +74,7 @@ def test_a_step_that_does_not_fit_is_run_again() -> None:
     assert losses == pytest.approx(kept, rel=2**-8)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("whole_memory", "own_folder")
 def test_a_step_that_fits_in_slices_only_is_run_in_slices() -> None:
     settings = {"alpha": 0.0, "attention": "sdpa"}  # the fastest kernel may be another one in another run
@@ -87,6 +88,7 @@ def test_a_step_that_fits_in_slices_only_is_run_in_slices() -> None:
     assert losses == pytest.approx(whole, rel=2**-8)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("whole_memory", "own_folder")
 def test_a_step_that_never_fits_ends_in_one_line() -> None:
     _, least_bytes = train(WHOLE_BYTES, alpha=0.0, slice_tokens=128, host_backed="all")

@@ -154,6 +154,7 @@ def test_training_with_a_plan_is_bit_identical(device, plans_elsewhere):
     assert not PlannedAllocator(device).installed
 
 
+@pytest.mark.slow
 def test_training_with_a_plan_reserves_no_more(device, plans_elsewhere):
     planned = train(device, plan_memory=True)[1]
     unplanned = train(device, plan_memory=False)[1]

@@ -4,11 +4,13 @@ constexpr int success = 0, not_supported = 3;
 }
 
 extern "C" {
+int cudaGetDeviceCount(int* count);
+
 int nvmlInit_v2() { return success; }
 int nvmlInit() { return success; }
 int nvmlInitWithFlags(unsigned) { return success; }
 int nvmlShutdown() { return success; }
-int nvmlDeviceGetCount_v2(unsigned* count) { return *count = 1, success; }
+int nvmlDeviceGetCount_v2(int* count) { return cudaGetDeviceCount(count); }
 int nvmlDeviceGetHandleByPciBusId_v2(const char*, void** device) { return *device = nullptr, success; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned, void** device) { return *device = nullptr, success; }
 int nvmlDeviceGetNvLinkRemoteDeviceType() { return not_supported; }

@@ -1,4 +1,6 @@
 // The attention operators that only CUDA has, with the layouts, limits and results of their kernels.
+#include <torch/version.h>
+
 #include <cmath>
 #include <tuple>
 
@@ -145,7 +147,11 @@ Attention cudnn_attention(const Tensor& q, const Tensor& k, const Tensor& v, con
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor> cudnn_forward(
     const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& bias, const OptionalTensor& starts_q,
-    const OptionalTensor&, c10::SymInt, c10::SymInt, bool, double dropout, bool causal, bool, std::optional<double> scale) {
+    const OptionalTensor&, c10::SymInt, c10::SymInt, bool, double dropout, bool causal, bool, std::optional<double> scale
+#if TORCH_VERSION_MINOR >= 14
+    , const OptionalTensor&, const OptionalTensor&
+#endif
+) {
   const InOperator in_operator;
   TORCH_CHECK(!starts_q.has_value(), "emulated CUDA: cuDNN attention of variable lengths is not emulated");
   Attention a = cudnn_attention(q, k, v, bias, causal, scale, dropout);
