@@ -39,7 +39,7 @@ class ExpertMeshes:
     tensor: DeviceMesh
 
 
-def build_mesh(sizes: ParallelSizes, device: torch.device) -> DeviceMesh:
+def build_mesh(sizes: ParallelSizes, device: torch.device, timeout: timedelta) -> DeviceMesh:
     """Returns the device mesh.
 
     Tensor-parallel ranks are neighbours, because links between neighbouring ranks are the fastest. Stages of a
@@ -48,22 +48,36 @@ def build_mesh(sizes: ParallelSizes, device: torch.device) -> DeviceMesh:
     shape, names = (sizes.data, sizes.context, sizes.tensor), (DATA, CONTEXT, TENSOR)
     if sizes.pipeline > 1:
         shape, names = (sizes.pipeline, *shape), (PIPELINE, *names)
-    return _mesh(dist.group.WORLD, device.type, shape, names)
+    return _mesh(device.type, shape, names, timeout)
+
+
+def _mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...], timeout: timedelta) -> DeviceMesh:
+    return _limit_waits(_cached_mesh(dist.group.WORLD, device_type, shape, names), timeout)
 
 
 @functools.cache
-def _mesh(world: dist.ProcessGroup, device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+def _cached_mesh(
+    world: dist.ProcessGroup, device_type: str, shape: tuple[int, ...], names: tuple[str, ...]
+) -> DeviceMesh:
     # Process groups hold threads or communicators, and PyTorch never destroys those of a mesh. A process that trains
     # again with the same sizes reuses them.
     return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
-def replicas(mesh: DeviceMesh) -> DeviceMesh:
+def _limit_waits(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
+    """Set how long a rank waits for the others in the groups of a mesh. PyTorch gives them a default of its own."""
+    for group in mesh.get_all_groups():
+        for device in group._device_types:
+            group._get_backend(device)._set_default_timeout(timeout)
+    return mesh
+
+
+def replicas(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
     """Returns the ranks with the same weights and different tokens, as a mesh with one dimension."""
-    return mesh[DATA, CONTEXT]._flatten("replicas")
+    return _limit_waits(mesh[DATA, CONTEXT]._flatten("replicas"), timeout)
 
 
-def expert_meshes(mesh: DeviceMesh, experts: int) -> ExpertMeshes:
+def expert_meshes(mesh: DeviceMesh, experts: int, timeout: timedelta) -> ExpertMeshes:
     """Returns where the experts of a layer are.
 
     Expert-parallel ranks are neighbours: those of a sequence first, then those of neighbouring data-parallel ranks.
@@ -71,18 +85,18 @@ def expert_meshes(mesh: DeviceMesh, experts: int) -> ExpertMeshes:
     Args:
         mesh: Device mesh of :func:`build_mesh`.
         experts: Expert-parallel size.
+        timeout: How long a rank waits for the others.
     """
     data, context, tensor = mesh.shape
     replicas = data * context // experts
-    world, device_type = dist.group.WORLD, mesh.device_type
-    homes = _mesh(world, device_type, (replicas, experts * tensor), ("expert_replicas", "expert_homes"))
-    split = _mesh(world, device_type, (replicas, experts, tensor), ("expert_replicas", EXPERT, TENSOR))
+    homes = _mesh(mesh.device_type, (replicas, experts * tensor), ("expert_replicas", "expert_homes"), timeout)
+    split = _mesh(mesh.device_type, (replicas, experts, tensor), ("expert_replicas", EXPERT, TENSOR), timeout)
     return ExpertMeshes(homes["expert_homes"], homes["expert_replicas"], split[EXPERT], mesh[TENSOR])
 
 
-def stage_group(mesh: DeviceMesh) -> DeviceMesh:
+def stage_group(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
     """Returns the ranks of this rank's pipeline stage, as a mesh with one dimension."""
-    return mesh[DATA, CONTEXT, TENSOR]._flatten("stage")
+    return _limit_waits(mesh[DATA, CONTEXT, TENSOR]._flatten("stage"), timeout)
 
 
 def across_stages(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -128,12 +142,12 @@ def _readers_group(world: dist.ProcessGroup, mesh: DeviceMesh, timeout: timedelt
     return group
 
 
-def sequence_group(mesh: DeviceMesh) -> DeviceMesh:
+def sequence_group(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
     """Returns the ranks that compute the same sequences, as a mesh with one dimension."""
-    return mesh[CONTEXT, TENSOR]._flatten("sequence")
+    return _limit_waits(mesh[CONTEXT, TENSOR]._flatten("sequence"), timeout)
 
 
-def context_groups(mesh: DeviceMesh, ulysses: int, hands_states: bool) -> ContextGroups | None:
+def context_groups(mesh: DeviceMesh, ulysses: int, hands_states: bool, timeout: timedelta) -> ContextGroups | None:
     """Returns the process groups for context-parallel attention, or `None` if the context-parallel size is 1.
 
     Args:
@@ -141,6 +155,7 @@ def context_groups(mesh: DeviceMesh, ulysses: int, hands_states: bool) -> Contex
         ulysses: Number of ranks in each all-to-all group. They are neighbours, because an all-to-all sends more data
             at once than a ring.
         hands_states: Whether layers hand states from token to token.
+        timeout: How long a rank waits for the others.
     """
     *stages, data, context, tensor = mesh.shape
     if context == 1:
@@ -150,21 +165,23 @@ def context_groups(mesh: DeviceMesh, ulysses: int, hands_states: bool) -> Contex
         (*stages, data, ring, ulysses, tensor),
         (*(PIPELINE for _ in stages), DATA, "ring", "ulysses", TENSOR),
     )
-    split = _mesh(dist.group.WORLD, mesh.device_type, shape, names)
+    split = _mesh(mesh.device_type, shape, names, timeout)
     return ContextGroups(
         ring=split["ring"].get_group() if ring > 1 else None,
         ulysses=split["ulysses"].get_group() if ulysses > 1 else None,
-        states=StateExchange(*_state_groups(dist.group.WORLD, mesh)) if hands_states else None,
+        states=StateExchange(*_state_groups(dist.group.WORLD, mesh, timeout)) if hands_states else None,
     )
 
 
 @functools.cache
-def _state_groups(world: dist.ProcessGroup, mesh: DeviceMesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+def _state_groups(
+    world: dist.ProcessGroup, mesh: DeviceMesh, timeout: timedelta
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Returns two groups of this rank's context-parallel ranks, in which nothing but states is sent.
 
     PyTorch gives dimensions of a mesh with the same ranks one group.
     """
     everyones = mesh.mesh.movedim(-2, -1).flatten(0, -2).tolist()
-    onward, _ = dist.new_subgroups_by_enumeration(everyones)
-    around, _ = dist.new_subgroups_by_enumeration(everyones)
+    onward, _ = dist.new_subgroups_by_enumeration(everyones, timeout)
+    around, _ = dist.new_subgroups_by_enumeration(everyones, timeout)
     return onward, around

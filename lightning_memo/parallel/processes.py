@@ -65,7 +65,7 @@ class Processes:
     Args:
         config: The user's settings.
         device: Device of this process.
-        timeout: How long a stage of a pipeline waits for the others.
+        timeout: How long a process waits for the others in a collective.
 
     Attributes:
         sizes: Data, context, tensor and expert parallel sizes.
@@ -83,11 +83,11 @@ class Processes:
     """
 
     def __init__(self, config: MemoConfig, device: torch.device, timeout: timedelta) -> None:
-        self._config, self._device = config, device
+        self._config, self._device, self._timeout = config, device, timeout
         self.sizes = resolve_sizes(config, dist.get_world_size())
-        self.mesh = build_mesh(self.sizes, device)
-        self._replicas, self._sequence = replicas(self.mesh), sequence_group(self.mesh)
-        self._experts = expert_meshes(self.mesh, self.sizes.expert) if self.sizes.expert > 1 else None
+        self.mesh = build_mesh(self.sizes, device, timeout)
+        self._replicas, self._sequence = replicas(self.mesh, timeout), sequence_group(self.mesh, timeout)
+        self._experts = expert_meshes(self.mesh, self.sizes.expert, timeout) if self.sizes.expert > 1 else None
         staged = self.sizes.pipeline > 1
         self.current_layout = CurrentLayout()
         staging = (config, self.sizes, self.mesh, device, self.current_layout, timeout)
@@ -99,7 +99,7 @@ class Processes:
         self.ranks = Ranks(
             parallel=self.sizes.describe(config.zero_stage, config.zero_communication, config.zero_shard_size),
             on_this_node=processes_on_this_node(),
-            alike=stage_group(self.mesh).get_group() if staged else None,
+            alike=stage_group(self.mesh, timeout).get_group() if staged else None,
             stages=across_stages(self.mesh) if staged and self.sizes.shards > 1 else None,
             in_step=in_step.get_group() if in_step.size() > 1 else None,
             world=dist.get_world_size() > 1,
@@ -240,7 +240,7 @@ class Processes:
             )
         heads, kv_heads = _heads(model)
         ulysses = ulysses_size(self._config, heads // self.sizes.tensor, kv_heads // self.sizes.tensor)
-        self.context_groups = context_groups(self.mesh, ulysses, hands_states)
+        self.context_groups = context_groups(self.mesh, ulysses, hands_states, self._timeout)
         context_rank = self.mesh[CONTEXT].get_local_rank()
         self._sharder = BatchSharder(
             ring=self.sizes.context // ulysses,

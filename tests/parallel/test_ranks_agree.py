@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from support.devices import DEVICE
 from support.markers.slow import slow_if
 from support.parallel_training import Outcome, Run, train
 from support.processes import Group, ProcessError, run_in_processes
@@ -225,3 +226,29 @@ def test_all_others_notice_that_a_stage_of_a_pipeline_is_killed(
     for rank, file in told.items():
         (line,) = file.read_text().splitlines()
         assert line.startswith(f"rank {rank} lost another process of the run")
+
+
+def _limits(family: str, settings: dict[str, Any]) -> set[timedelta]:
+    """Return how long the backends of all groups wait of which this process is a member, but the first one's."""
+    train(Run(family=family, steps=1, layers=2, batch=4), settings | {"timeout": timedelta(seconds=77)})
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    return {group._get_backend(DEVICE).options._timeout for group in groups}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        (
+            "mixtral_balanced",
+            {"context_parallel_size": 2, "context_parallel_method": "ulysses", "expert_parallel_size": 4},
+        ),
+        ("llama_gqa", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
+    ],
+    ids=["dp2 x cp2 ep4", "pp2 x tp2"],
+)
+def test_all_groups_wait_as_long_as_the_strategy_says(family: str, settings: dict[str, Any]) -> None:
+    group = Group(4, timeout_seconds=120)
+    try:
+        assert group.run(_limits, family, settings) == [{timedelta(seconds=77)}] * 4
+    finally:
+        group.stop()
