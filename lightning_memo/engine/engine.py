@@ -278,7 +278,7 @@ class Engine:
     def _run_slices(self, call: LayerCall, given: Tensor, key: int, swap: SwapPlan) -> Any:
         tokens, x = call.tokens, given.contiguous()
         traits = self.layer_classes.of(call, x)  # before the first mark, as a proof takes long
-        self.settings.check(traits, tokens)
+        self.settings.check(traits, tokens, divided_by_slices(call.layout))
         slices = self.slices_for(traits, tokens, key)
         due, lengths = self.comparison.due(key, swap.calls), [*(part.tokens for part in slices), tokens]
         if len(slices) > 1 and self.comparison.ends_slices(call, x, traits, lengths, due, swap.streamed):

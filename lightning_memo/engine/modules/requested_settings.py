@@ -55,16 +55,21 @@ class RequestedSettings:
     transformer_engine_fp8: bool = False
     host_limit: Callable[[], float] = lambda: math.inf
 
-    def check(self, traits: LayerTraits, tokens: int) -> None:
+    def check(self, traits: LayerTraits, tokens: int, by_slices: bool) -> None:
         """Refuse layers that cannot run by the settings.
 
         Args:
             traits: The traits of a layer.
             tokens: Number of tokens in the layer's input.
+            by_slices: Whether processes divided each slice of the batch. Attention of all tokens at once would take
+                them in a wrong order.
 
         Raises:
-            ValueError: `storage` is "kinds", and the layer cannot be cut.
+            ValueError: `storage` is "kinds", and the layer cannot be cut; or the batch is laid out for slices, and
+                it cannot run slice after slice.
         """
+        if by_slices and (why := traits.why_whole or traits.why_nest):
+            raise self.backing_error(why)
         if self.storage == "kinds" and tokens >= 2 and traits.why_whole:
             raise ValueError(f'storage="kinds" runs layers in slices, but {traits.why_whole}: use storage="alpha"')
 

@@ -109,8 +109,8 @@ def run_slice(engine: SequenceServices, sequence: SequenceRun, call: LayerCall, 
     position = CallPosition(layer, key, sequence.index, sequence.slice.start)
     if sequence.index == 0:  # the last slice may have a single token, too few for a probe
         traits = engine.layer_classes.of(call, x)
-        if traits.why_whole and call.tokens > 1:
-            raise engine.settings.backing_error(traits.why_whole)
+        if (why := traits.why_whole or traits.why_nest) and call.tokens > 1:
+            raise engine.settings.backing_error(why)
         due = engine.comparison.due(key, len(engine.layers))
         if call.tokens > 1:
             engine.comparison.ends_slices(call, x, traits, [call.tokens, sequence.tokens], due, needs_slices=True)

@@ -85,6 +85,14 @@ def test_host_backed_slices(config: str, host_backed: Any, schedule: str) -> Non
             assert_like(under_test.step(batch), plain)
 
 
+def test_a_later_layer_whose_attention_needs_all_tokens_is_refused_slice_by_slice() -> None:
+    """The first layer has no attention."""
+    model = make_hybrid("Qwen3NextConfig", attention_dropout=0.1)
+    refused = pytest.raises(ValueError, match=r'^schedule="slice" runs .* draws dropout: use schedule="layer"$')
+    with EngineUnderTest(model, "slice", slice_tokens=16, host_backed="all") as under_test, refused:
+        under_test.profile_step(make_batch())
+
+
 @pytest.mark.parametrize("config", ["Qwen3NextConfig", "FalconH1Config"])
 def test_sequences_of_many_chunks(config: str) -> None:
     batch, plain = make_batch(600, rows=1), loss_and_gradients(make_hybrid(config), make_batch(600, rows=1))

@@ -203,6 +203,16 @@ def test_refused_in_one_line(run: Run, why: str) -> None:
         run_in_processes(2, train, run, {"context_parallel_size": 2})
 
 
+def test_a_later_layer_whose_attention_needs_all_tokens_is_refused_where_slices_are_divided() -> None:
+    """The first layer has no attention, and the batch is laid out for slices before the second one runs."""
+    run = Run(family=functools.partial(make_hybrid, "Qwen3NextConfig", attention_dropout=0.1), tokens=61)
+    size, settings = CONFIGURATIONS["cp2 ulysses"]
+    settings = settings | {"slice_tokens": 7, "host_backed": "attention"}
+    why = r"Qwen3NextDecoderLayer needs all tokens at once, because .*: set host_backed=\"none\""
+    with pytest.raises(ProcessError, match=f"ValueError: host_backed=.* but attention of {why}\n"):
+        run_in_processes(size, train, run, settings)
+
+
 def test_divided_experts_are_refused_in_one_line() -> None:
     run, settings = Run(family=MODELS["Qwen3NextConfig"]), {"context_parallel_size": 2, "expert_parallel_size": 2}
     with pytest.raises(ProcessError, match=r"ValueError: expert_parallel_size=2 beside context_parallel_size=2: .*\n"):
