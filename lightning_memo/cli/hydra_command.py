@@ -41,7 +41,8 @@ def plain_settings(cfg: DictConfig) -> dict[str, Any]:
 def run_command(command: Callable[[], None]) -> None:
     """Runs a Hydra command. A user's mistake ends the command with one line on stderr and exit status 2.
 
-    All other exceptions are bugs and keep their tracebacks.
+    A process that lost another one has said so in one line, and ends with status 1. All other exceptions are bugs and
+    keep their tracebacks.
     """
     # Otherwise Hydra prints several lines of its own for bugs and mistakes alike, and exits with status 1.
     os.environ["HYDRA_FULL_ERROR"] = "1"
@@ -51,6 +52,9 @@ def run_command(command: Callable[[], None]) -> None:
         command()
     except Exception as error:
         exit_for_user(error)
+        ranks = sys.modules.get("lightning_memo.parallel.ranks")
+        if ranks is not None and ranks.comes_from_lost_process(error):
+            raise SystemExit(1) from None
         raise
     _leave_process_group()
 

@@ -90,9 +90,14 @@ def processes_on_this_node() -> int:
     return gather(socket.gethostname()).count(socket.gethostname())
 
 
+def comes_from_lost_process(error: BaseException) -> bool:
+    """Return whether a collective failed because another process ended or did not answer in time."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
+
+
 def explain_lost_process(error: BaseException, rank: int) -> None:
     """Log one line that explains a failed collective, if `error` comes from one."""
-    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error)):
+    if comes_from_lost_process(error):
         log.error(
             "rank %d lost another process of the run, which ended or did not answer in time: look for the first error "
             "in the output of the other ranks; raise MemoStrategy(timeout=...) if one is only slow",

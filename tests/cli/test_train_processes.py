@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from support.commands import HASTY_MODULE, ROOT, TINY_RUN, WITHOUT_REPORT, errors, lightning, run, torchrun
+from support.commands import HASTY_MODULE, ROOT, TINY_RUN, WITHOUT_REPORT, errors, free_port, lightning, run, torchrun
 from support.markers.slow import slow_if
 
 from lightning_memo.artifacts.plan import Plan
@@ -148,6 +152,38 @@ def test_a_process_that_fails_alone_ends_the_others(tmp_path, start, status):
     ended, _, err = run(start("data.path=text${oc.env:LOCAL_RANK,0}", module=HASTY_MODULE), tmp_path)
     assert ended == status  # torchrun's own is always 1
     assert "data.path=text1: no such folder" in only(errors(err))
+
+
+DIES = """
+import os, signal
+from lightning_memo.models.causal_lm import CausalLM
+from lightning_memo.train import main
+
+step = CausalLM.training_step
+
+def dies(self, batch, batch_idx):
+    if os.environ["RANK"] == "1" and batch_idx == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, batch, batch_idx)
+
+CausalLM.training_step = dies
+main()
+"""
+
+
+def test_a_process_that_lost_another_says_so_in_one_line(tmp_path):
+    """They are started without torchrun, which would end the second one at once."""
+    (tmp_path / "dies.py").write_text(DIES)
+    command = [sys.executable, "dies.py", *TINY_RUN, *WITHOUT_REPORT, "trainer.devices=2"]
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    ranks = [os.environ | place | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    to_one = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [subprocess.Popen(command, cwd=tmp_path, env=env, **to_one) for env in ranks]
+    said = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [1, -signal.SIGKILL], said
+    assert said[0].count("lost another process of the run, which ended or did not answer in time: look for") == 1
+    assert "Traceback" not in said[0]
 
 
 @pytest.mark.parametrize(
