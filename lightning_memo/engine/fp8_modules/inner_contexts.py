@@ -1,19 +1,40 @@
-"""Contexts of TransformerEngine that a layer must not enter by itself: its autocast, and its recomputation."""
+"""What a layer must not do with TransformerEngine: enter its autocast or its recomputation, call modules of others."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, Final, NoReturn
 
-from lightning_memo.engine.fp8_modules.global_state import fp8_manager
+from torch import nn
+
+from lightning_memo.engine.fp8_modules.global_state import PACKAGE, fp8_manager, is_in_fp8
+from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.user_errors import RefusedAtAnyLength
 
 _INNER_AUTOCAST = (
-    "a layer enters TransformerEngine's FP8 autocast itself, whose end updates the scales, but lightning_memo runs "
+    "a layer enters TransformerEngine's FP8 autocast itself, whose end may update the scales, but lightning_memo runs "
     "layers more than once: enter it around the model instead, in training_step"
 )
+_FORWARD_ARGUMENTS: Final = ("inp", "is_first_microbatch", "fp8_output", "fp8_grad")
+_layer: ContextVar[nn.Module | None] = ContextVar("layer_in_fp8", default=None)
+
+
+@contextlib.contextmanager
+def owning_modules(layer: nn.Module) -> Iterator[None]:
+    """Inside the context, modules of TransformerEngine must be a layer's own if they compute in FP8.
+
+    Args:
+        layer: The layer, whose forward runs.
+    """
+    token = _layer.set(layer)
+    try:
+        yield
+    finally:
+        _layer.reset(token)
 
 
 def entrances(refuse_checkpoint: Callable[..., NoReturn]) -> list[tuple[Any, str, Any]]:
@@ -32,7 +53,39 @@ def entrances(refuse_checkpoint: Callable[..., NoReturn]) -> list[tuple[Any, str
     for name in ("autocast_enter", "fp8_autocast_enter"):  # the second one before 2.9
         if manager is not None and name in vars(manager):
             found.append((manager, name, staticmethod(functools.partial(_enter, getattr(manager, name)))))
+    base = getattr(sys.modules.get(f"{PACKAGE}.pytorch.module.base"), "TransformerEngineBaseModule", None)
+    if base is not None and "prepare_forward" in vars(base):
+        found.append((base, "prepare_forward", _method(_prepare, base.prepare_forward)))
+    for name, kind in (("linear", "Linear"), ("layernorm_linear", "LayerNormLinear")):
+        owner = getattr(sys.modules.get(f"{PACKAGE}.pytorch.module.{name}"), kind, None)
+        if owner is not None:
+            found.append((owner, "forward", _method(_forward, owner.forward)))
     return found
+
+
+def _method(function: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda module, *args, **kwargs: function(own, module, *args, **kwargs)
+
+
+def _prepare(prepare: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    layer = _layer.get()
+    if layer is not None and is_in_fp8() and all(m is not module for m in layer.modules()):
+        raise RefusedAtAnyLength(
+            f"{class_name(layer)} calls {class_name(module)}, which is TransformerEngine's and computes in FP8, but is "
+            "none of its modules, so that its scales are not restored: assign it to an attribute of the layer, or "
+            "leave the autocast out"
+        )
+    return prepare(module, *args, **kwargs)
+
+
+def _forward(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    given = dict(zip(_FORWARD_ARGUMENTS, args, strict=False)) | kwargs
+    for name in ("fp8_output", "fp8_grad"):
+        if given.get(name) and is_in_fp8():
+            raise RefusedAtAnyLength(
+                f"transformer_engine_fp8=True does not support {class_name(module)} with {name}=True: leave {name} out"
+            )
+    return forward(module, *args, **kwargs)
 
 
 def _enter(

@@ -124,7 +124,7 @@ _UNSUPPORTED: Final[tuple[tuple[str, Callable[[Any], bool]], ...]] = (
 def _why_not_module(m: nn.Module) -> str:
     """Return what is not supported of a module of TransformerEngine, and what to do; empty if all of it is."""
     # A user's class is what it is derived from.
-    kind = next(c.__name__ for c in type(m).__mro__ if c.__module__.partition(".")[0] == PACKAGE)
-    if kind not in CLASSES:
+    kind = next(c for c in type(m).__mro__ if c.__module__.partition(".")[0] == PACKAGE)
+    if kind.__name__ not in CLASSES or not kind.__module__.startswith(f"{PACKAGE}.pytorch.module."):
         return f"in FP8, only {', '.join(CLASSES[:-1])} and {CLASSES[-1]}: take PyTorch's instead"
     return next((what for what, has in _UNSUPPORTED if has(m)), "")

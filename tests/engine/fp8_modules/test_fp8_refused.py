@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.architectures.fp8_models import EngineBlock, InFp8, blocks_of, recipe_of, trained
+from support.architectures.fp8_models import EngineBlock, InFp8, blocks_of, line_of, recipe_of, strategy, trained
 from support.trainer_harness import LanguageModel, fit, listening, loader, make_trainer
 from torch import Tensor, nn
 from typing_extensions import override
@@ -17,17 +17,6 @@ from typing_extensions import override
 from lightning_memo import MemoStrategy
 
 pytestmark = [pytest.mark.usefixtures("own_folder")]
-
-
-def strategy(**settings: Any) -> MemoStrategy:
-    return MemoStrategy(**{"alpha": 0.0, "plan_memory": False, "transformer_engine_fp8": True} | settings)
-
-
-def line_of(module: LanguageModel, **settings: Any) -> str:
-    with pytest.raises(ValueError, match=r"\w") as caught:
-        fit(strategy(**settings), module)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_it_is_off_by_default(te: Any) -> None:
@@ -162,8 +151,38 @@ def _with_fp8_weights() -> nn.Module:
     return block
 
 
+class _Operation(nn.Linear):
+    """A linear module of `transformer_engine.pytorch.ops`, which has no class in common with others."""
+
+
+_Operation.__name__, _Operation.__module__ = "Linear", "transformer_engine.pytorch.ops.linear"
+
+
+def _operation() -> nn.Module:
+    block = EngineBlock()
+    block.out = _Operation(32, 32)
+    return block
+
+
+class _Quantizing(EngineBlock):
+    """A block whose linear module returns FP8."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x, fp8_output=True)
+
+
+class _QuantizingGradients(EngineBlock):
+    """A block whose linear module gets its arguments by position."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x, None, False, True)
+
+
 BLOCKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "kind": (_grouped, "GroupedLinear of EngineBlock in FP8, only Linear, LayerNormLinear and LayerNormMLP"),
+    "operation": (_operation, "Linear of EngineBlock in FP8, only Linear, LayerNormLinear and LayerNormMLP"),
+    "output": (_Quantizing, "does not support Linear with fp8_output=True: leave fp8_output out"),
+    "gradient": (_QuantizingGradients, "does not support Linear with fp8_grad=True: leave fp8_grad out"),
     "checkpoint": (lambda: EngineBlock(checkpoint=True), "LayerNormMLP of EngineBlock with checkpoint=True"),
     "delayed": (_linear(delay_wgrad_compute=True), "leave fuse_wgrad_accumulation and delay_wgrad_compute out"),
     "fused": (_linear(fuse_wgrad_accumulation=True), "leave fuse_wgrad_accumulation and delay_wgrad_compute out"),

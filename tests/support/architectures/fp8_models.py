@@ -6,11 +6,13 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_memo import MemoStrategy
 from support.families import PlainModel
 from support.samples.callbacks import Gradients
 from support.trainer_harness import LanguageModel, fit, loader, plain
@@ -101,3 +103,16 @@ def trained(strategy: Any, module: LanguageModel, data: Any = None, **settings: 
     weights = [p.detach().clone() for p in module.parameters()]
     noted = [t for step in scales.noted for t in step]
     return result, [torch.tensor(result.losses), *gradients.last.values(), *weights, *noted]
+
+
+def strategy(**settings: Any) -> MemoStrategy:
+    """Return a strategy that trains in TransformerEngine's FP8."""
+    return MemoStrategy(**{"alpha": 0.0, "plan_memory": False, "transformer_engine_fp8": True} | settings)
+
+
+def line_of(module: LanguageModel, max_steps: int = 3, **settings: Any) -> str:
+    """Return the one line with which training is refused."""
+    with pytest.raises(ValueError, match=r"\w") as caught:
+        fit(strategy(**settings), module, max_steps=max_steps)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
