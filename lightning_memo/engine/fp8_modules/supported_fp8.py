@@ -19,6 +19,10 @@ from lightning_memo.utils.class_names import class_name
 
 RECIPES: Final = ("DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling")
 CLASSES: Final = ("Linear", "LayerNormLinear", "LayerNormMLP")
+_KNOWN: Final = f"{', '.join(CLASSES[:-1])} and {CLASSES[-1]}"
+_TAKE_OTHERS: Final = (
+    "take PyTorch's instead, which Lightning's TransformerEnginePrecision keeps with replace_layers=False"
+)
 _TURN_ON: Final = (
     "set MemoStrategy(transformer_engine_fp8=True), which has not run on a GPU, leave its autocast out, or take "
     "torchao's float8 training"
@@ -40,6 +44,11 @@ def refuse_unsupported_fp8(layer: nn.Module, allowed: bool) -> None:
         return
     name = class_name(layer)
     if not allowed:
+        if unknown := next((m for m in modules if not _is_known(m)), None):
+            raise ValueError(
+                f"{class_name(unknown)} of {name} is TransformerEngine's and runs in its FP8 autocast, in which only "
+                f"{_KNOWN} are supported: {_TAKE_OTHERS}"
+            )
         raise ValueError(
             f"{class_name(modules[0])} of {name} is TransformerEngine's and computes in FP8, which changes its scales "
             f"in each forward, but lightning_memo runs layers more than once: {_TURN_ON}"
@@ -121,10 +130,14 @@ _UNSUPPORTED: Final[tuple[tuple[str, Callable[[Any], bool]], ...]] = (
 )
 
 
-def _why_not_module(m: nn.Module) -> str:
-    """Return what is not supported of a module of TransformerEngine, and what to do; empty if all of it is."""
+def _is_known(m: nn.Module) -> bool:
     # A user's class is what it is derived from.
     kind = next(c for c in type(m).__mro__ if c.__module__.partition(".")[0] == PACKAGE)
-    if kind.__name__ not in CLASSES or not kind.__module__.startswith(f"{PACKAGE}.pytorch.module."):
-        return f"in FP8, only {', '.join(CLASSES[:-1])} and {CLASSES[-1]}: take PyTorch's instead"
+    return kind.__name__ in CLASSES and kind.__module__.startswith(f"{PACKAGE}.pytorch.module.")
+
+
+def _why_not_module(m: nn.Module) -> str:
+    """Return what is not supported of a module of TransformerEngine, and what to do; empty if all of it is."""
+    if not _is_known(m):
+        return f"in FP8, only {_KNOWN}: {_TAKE_OTHERS}"
     return next((what for what, has in _UNSUPPORTED if has(m)), "")

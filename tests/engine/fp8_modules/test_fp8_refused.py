@@ -192,6 +192,13 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
+def test_an_unknown_module_is_told_before_the_switch(te: Any) -> None:
+    module = InFp8(recipe_of("delayed"), lambda: blocks_of(_grouped))
+    line = line_of(module, transformer_engine_fp8=False)
+    assert line.startswith("GroupedLinear of EngineBlock is TransformerEngine's and runs in its FP8 autocast, in which")
+    assert "replace_layers=False" in line and "transformer_engine_fp8=True" not in line
+
+
 @pytest.mark.parametrize("case", BLOCKS)
 def test_other_modules_are_refused(te: Any, case: str) -> None:
     build, told = BLOCKS[case]

@@ -39,8 +39,8 @@ class DelayedScalingRecipeState(RecipeState):
 
     def __init__(self, recipe: Any, *, mode: str, num_quantizers: int = 1) -> None:
         super().__init__(recipe, mode=mode, num_quantizers=num_quantizers)
-        self.scale = torch.ones(num_quantizers, device=_DEVICE)
-        self.amax_history = torch.zeros(recipe.amax_history_len, num_quantizers, device=_DEVICE)
+        self.scale = torch.ones(num_quantizers, dtype=torch.float32, device=_DEVICE)
+        self.amax_history = torch.zeros(recipe.amax_history_len, num_quantizers, dtype=torch.float32, device=_DEVICE)
 
     def make_quantizers(self) -> list[Any]:
         amaxes = self.amax_history[0]
