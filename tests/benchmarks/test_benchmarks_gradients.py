@@ -30,7 +30,6 @@ def test_what_is_stored_whole_is_as_plain_training_and_slices_round(tmp_path: Pa
     assert 0.0 < rows["slices, all on the host"]["to_plain"]["farthest"] < 1e-5
 
 
-@pytest.mark.slow
 def test_a_run_that_is_not_known_is_told(tmp_path: Path) -> None:
     done = run(*CPU, "--runs", "alpha 2", "--output", tmp_path)
     assert done.returncode == 2

@@ -5,7 +5,6 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
 from support import warm
 from support.markers.extras import needs_compiler
 from support.paths import ROOT
@@ -13,7 +12,6 @@ from support.paths import ROOT
 pytestmark = needs_compiler
 
 
-@pytest.mark.slow
 def test_requests_are_counted_and_served(tmp_path: Path) -> None:
     script = ROOT / "benchmarks" / "varying_steps.py"
     process = subprocess.run(

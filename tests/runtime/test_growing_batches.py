@@ -54,7 +54,6 @@ def train(**settings: Any) -> tuple[Any, Growing, Watch]:
     return fit(memo, module, growing(), max_steps=SMALL + 14, callbacks=callbacks), module, watch
 
 
-@pytest.mark.slow
 def test_the_arena_is_freed_and_planned_anew() -> None:
     """Also though the gradients of the step before are in it when the larger batch begins."""
     result, module, watch = train()
