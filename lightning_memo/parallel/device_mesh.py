@@ -65,8 +65,11 @@ def _cached_mesh(
 
 
 def _limit_waits(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
-    """Set how long a rank waits for the others in the groups of a mesh. PyTorch gives them a default of its own."""
-    for group in mesh.get_all_groups():
+    """Set how long a rank waits for the others in the groups of a mesh. PyTorch gives them a default of its own.
+
+    A dimension that has all ranks is the first group, which whoever has made it may have given another timeout.
+    """
+    for group in (group for group in mesh.get_all_groups() if group is not dist.group.WORLD):
         for device in group._device_types:
             group._get_backend(device)._set_default_timeout(timeout)
     return mesh
