@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_memo.kernels.attention_kernel import AttentionResult, AttentionSpec, side_by_side, token_major
-from lightning_memo.kernels.flash_attention import AtenFlash
+from lightning_memo.kernels.flash_attention import LONGEST_OF_SLOWER, AtenFlash
 
 _LARGEST_HEAD = 128  # larger head sizes work on some GPUs only
 _DROPOUT_STEPS = 16  # cuDNN's dropout probability is a multiple of 1/16
@@ -33,6 +33,7 @@ class CudnnSdpa(AtenFlash):
     """
 
     name = "cudnn"
+    longest_joined = LONGEST_OF_SLOWER
 
     @staticmethod
     def serves(q: Tensor, k: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0) -> bool:

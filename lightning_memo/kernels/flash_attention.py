@@ -7,6 +7,7 @@ rows, queries and keys.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,13 @@ import torch
 from torch import Tensor
 
 from lightning_memo.kernels.attention_kernel import AttentionResult, AttentionSpec, sees_nothing_result, side_by_side
+from lightning_memo.kernels.document_pieces import DocumentRun
+
+LONGEST_OF_SLOWER = 2048
+"""Packed documents of at most so many keys are left to PyTorch's flash kernel by kernels that compute one at a time.
+
+A causal call of so many tokens with 32 heads of size 128 takes about 0.1 ms on an H100, which is as long as its launch.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +102,15 @@ def _row_bands(spec: AttentionSpec, of_batch: slice, queries: range, start: int,
 
 
 class BandedFlash:
-    """Base class of flash kernels on CUDA. Subclasses implement one call on `[batch, tokens, heads, head_dim]`."""
+    """Base class of flash kernels on CUDA. Subclasses implement one call on `[batch, tokens, heads, head_dim]`.
+
+    Attributes:
+        longest_joined: Packed documents of at most so many keys are computed together, in one call for a batch row.
+    """
 
     name = "flash"
     blocks = True
+    longest_joined = sys.maxsize
 
     @staticmethod
     def serves(q: Tensor, k: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0) -> bool:
@@ -140,6 +153,28 @@ class BandedFlash:
             for grad, part, tokens in zip(grads, parts, (band.rows, seen, seen), strict=True):
                 grad[band.batch, :, tokens] += part
         return grads
+
+    def forward_run(self, q: Tensor, k: Tensor, v: Tensor, run: DocumentRun) -> AttentionResult:
+        """Compute consecutive packed documents in one call.
+
+        Args:
+            q: Their queries, `[1, heads, queries, head_dim]`.
+            k: Their keys.
+            v: Their values.
+            run: The documents.
+        """
+        out, lse = self._call_run(*map(_of_row, (q, k, v)), run, run.starts(q.device))
+        return AttentionResult(out.contiguous().transpose(0, 1)[None], lse[None])
+
+    def backward_run(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, result: AttentionResult, run: DocumentRun
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v."""
+        dout, out = (_of_row(t).contiguous() for t in (dout, result.out))
+        lse, starts = result.lse[0].contiguous(), run.starts(q.device)
+        grads = self._call_run_backward(dout, *map(_of_row, (q, k, v)), out, lse, run, starts)
+        dq, dk, dv = (grad.transpose(0, 1)[None] for grad in grads)
+        return dq, dk, dv
 
     def _part_of_backward(
         self,
@@ -192,6 +227,39 @@ class BandedFlash:
         """Return the gradients of q, k and v."""
         raise NotImplementedError
 
+    def _call_run(
+        self, q: Tensor, k: Tensor, v: Tensor, run: DocumentRun, starts: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return output `[tokens, heads, head_dim]`, and log-sum-exp `[heads, tokens]`.
+
+        Args:
+            q: Queries, `[tokens, heads, head_dim]`.
+            k: Keys.
+            v: Values.
+            run: The documents.
+            starts: Where the queries and the keys of each document begin, see `DocumentRun.starts`.
+        """
+        raise NotImplementedError
+
+    def _call_run_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        run: DocumentRun,
+        starts: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v."""
+        raise NotImplementedError
+
+
+def _of_row(t: Tensor) -> Tensor:
+    """Return a batch row `[1, heads, tokens, head_dim]` as `[tokens, heads, head_dim]`."""
+    return side_by_side(t)[0].transpose(0, 1)
+
 
 def _covers(band: Band, q: Tensor) -> bool:
     return band.batch == slice(0, q.shape[0]) and band.rows == slice(0, q.shape[2])
@@ -229,8 +297,34 @@ class AtenFlash(BandedFlash):
         )  # fmt: skip
         return dq, dk, dv
 
+    def _call_run(
+        self, q: Tensor, k: Tensor, v: Tensor, run: DocumentRun, starts: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *starts, *run.longest, 0.0, run.causal, False, scale=run.spec.scale, **_window(run)
+        )
+        return out, lse
 
-def _window(band: Band) -> dict[str, int]:
+    def _call_run_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        run: DocumentRun,
+        starts: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        unused = torch.empty(0, dtype=torch.uint64, device=q.device)
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            dout, q, k, v, out, lse, *starts, *run.longest, 0.0, run.causal, unused, unused, scale=run.spec.scale,
+            **_window(run),
+        )  # fmt: skip
+        return dq, dk, dv
+
+
+def _window(band: Band | DocumentRun) -> dict[str, int]:
     """Return the window's arguments. A causal call has none, like plain attention, so that the same kernel is run.
 
     The same holds for a call without limits: FlashAttention-4 refuses any window in its backward in torch 2.11.

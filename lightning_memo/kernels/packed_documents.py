@@ -1,11 +1,8 @@
-"""Attention of packed documents: one kernel call per document, for kernels without support of documents."""
+"""Attention of packed documents: a kernel call for each document, or for several that follow each other."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import groupby
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,87 +13,14 @@ from lightning_memo.kernels.attention_kernel import (
     AttentionSpec,
     sees_nothing_result,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One kernel call: batch rows, and the queries and keys of a block that belong to one document.
-
-    Attributes:
-        batch: Batch rows.
-        queries: Range of the block's queries.
-        keys: Range of the block's keys.
-        spec: The keys that each query sees, without documents.
-    """
-
-    batch: slice
-    queries: slice
-    keys: slice
-    spec: AttentionSpec
-
-    def of_queries(self, t: Tensor) -> Tensor:
-        return t[self.batch, :, self.queries]
-
-    def of_keys(self, t: Tensor) -> Tensor:
-        return t[self.batch, :, self.keys]
-
-
-def pieces(spec: AttentionSpec, batch: int, queries: range, keys: range) -> Iterator[Piece]:
-    """Return the kernel calls that make up a block. Queries in none of them see no key.
-
-    Args:
-        spec: The keys that each query sees.
-        batch: Number of batch rows. Neighbouring rows with the same documents are computed by one call.
-        queries: Absolute positions of the block's queries.
-        keys: Absolute positions of the block's keys.
-    """
-    documents = spec.documents or ((0,),) * batch
-    for starts, group in groupby(range(batch), documents.__getitem__):
-        rows = list(group)
-        of_batch = slice(rows[0], rows[-1] + 1)
-        lengths = None if spec.lengths is None else spec.lengths[of_batch]
-        for first, last in _documents_of_both(starts, queries, keys):
-            q, k = _overlap(queries, first, last), _overlap(keys, first, last)
-            inside = lengths if lengths is not None and min(lengths) < k.stop else None
-            piece = replace(spec, documents=None, lengths=inside)
-            if not _blind(piece, q, k):
-                yield Piece(of_batch, _within(q, queries), _within(k, keys), piece)
-
-
-def sees_any(spec: AttentionSpec, queries: range, keys: range) -> bool:
-    """Return whether any query of any batch row sees a key."""
-    batch = len(spec.documents or spec.lengths or (0,))
-    return any(True for _ in pieces(spec, batch, queries, keys))
-
-
-def _documents_of_both(starts: tuple[int, ...], queries: range, keys: range) -> Iterator[tuple[int, int | None]]:
-    """Iterate over the start and end of the documents that have queries and keys; the last document has no end."""
-    first = max(bisect_right(starts, max(queries.start, keys.start)) - 1, 0)
-    stop = bisect_left(starts, min(queries.stop, keys.stop))
-    for n in range(first, stop):
-        yield starts[n], starts[n + 1] if n + 1 < len(starts) else None
-
-
-def _overlap(positions: range, first: int, last: int | None) -> range:
-    stop = positions.stop if last is None else min(positions.stop, last)
-    return range(max(positions.start, first), stop)
-
-
-def _within(part: range, whole: range) -> slice:
-    return slice(part.start - whole.start, part.stop - whole.start)
-
-
-def _blind(spec: AttentionSpec, queries: range, keys: range) -> bool:
-    """Return whether no query sees a key by the rules other than documents."""
-    return (
-        (spec.causal and keys.start >= queries.stop)
-        or (spec.lengths is not None and keys.start >= max(spec.lengths))
-        or spec.sees_nothing(queries.start, keys.stop)
-    )
+from lightning_memo.kernels.document_pieces import DocumentRun, Piece, join_documents, pieces
+from lightning_memo.kernels.flash_attention import BandedFlash
 
 
 class PackedDocuments:
     """Calls a kernel once for each document that has both queries and keys in a block.
+
+    Flash kernels compute consecutive documents of a batch row in one call.
 
     Args:
         inner: A kernel that computes blocks. It gets the spec without documents, and absolute positions.
@@ -106,17 +30,19 @@ class PackedDocuments:
 
     def __init__(self, inner: AttentionBackend) -> None:
         self._inner = inner
+        self._flash = inner if isinstance(inner, BandedFlash) else None
         self.name = inner.name
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0
     ) -> AttentionResult:
+        calls = self._calls(q, k, spec, query_start, key_start)
+        parts = (self._forward(piece, q, k, v, query_start, key_start) for piece in calls)
+        if len(calls) == 1 and _is_whole(calls[0], q, calls[0].queries):
+            part = next(parts)
+            return replace(part, state=[part.state])
         result, states = sees_nothing_result(q, v), []
-        for piece in _pieces(q, k, spec, query_start, key_start):
-            part = self._inner.forward(
-                piece.of_queries(q), piece.of_keys(k), piece.of_keys(v), piece.spec,
-                query_start + piece.queries.start, key_start + piece.keys.start,
-            )  # fmt: skip
+        for piece, part in zip(calls, parts, strict=True):
             piece.of_queries(result.out).copy_(part.out)
             piece.of_queries(result.lse).copy_(part.lse)
             states.append(part.state)
@@ -133,20 +59,57 @@ class PackedDocuments:
         query_start: int = 0,
         key_start: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        calls = self._calls(q, k, spec, query_start, key_start)
+        parts = (
+            self._backward(piece, dout, q, k, v, replace(result, state=state), query_start, key_start)
+            for piece, state in zip(calls, result.state, strict=True)
+        )
+        if len(calls) == 1 and _is_whole(calls[0], q, calls[0].queries) and _is_whole(calls[0], k, calls[0].keys):
+            return next(parts)
         # No two calls share a query or a key of a batch row, so gradients are copied and not summed.
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for piece, state in zip(_pieces(q, k, spec, query_start, key_start), result.state, strict=True):
-            part = AttentionResult(piece.of_queries(result.out), piece.of_queries(result.lse), state)
-            dq_part, dk_part, dv_part = self._inner.backward(
-                piece.of_queries(dout), piece.of_queries(q), piece.of_keys(k), piece.of_keys(v), part, piece.spec,
-                query_start + piece.queries.start, key_start + piece.keys.start,
-            )  # fmt: skip
+        for piece, (dq_part, dk_part, dv_part) in zip(calls, parts, strict=True):
             piece.of_queries(dq).copy_(dq_part)
             piece.of_keys(dk).copy_(dk_part)
             piece.of_keys(dv).copy_(dv_part)
         return dq, dk, dv
 
+    def _calls(self, q: Tensor, k: Tensor, spec: AttentionSpec, query_start: int, key_start: int) -> list[Piece]:
+        queries = range(query_start, query_start + q.shape[2])
+        found = pieces(spec, q.shape[0], queries, range(key_start, key_start + k.shape[2]))
+        if self._flash is None:
+            return list(found)
+        return list(join_documents(found, query_start - key_start, self._flash.longest_joined))
 
-def _pieces(q: Tensor, k: Tensor, spec: AttentionSpec, query_start: int, key_start: int) -> Iterator[Piece]:
-    queries = range(query_start, query_start + q.shape[2])
-    return pieces(spec, q.shape[0], queries, range(key_start, key_start + k.shape[2]))
+    def _forward(
+        self, piece: Piece, q: Tensor, k: Tensor, v: Tensor, query_start: int, key_start: int
+    ) -> AttentionResult:
+        parts = piece.of_queries(q), piece.of_keys(k), piece.of_keys(v)
+        if isinstance(piece, DocumentRun) and self._flash is not None:
+            return self._flash.forward_run(*parts, piece)
+        starts = query_start + piece.queries.start, key_start + piece.keys.start
+        return self._inner.forward(*parts, piece.spec, *starts)
+
+    def _backward(
+        self,
+        piece: Piece,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        result: AttentionResult,
+        query_start: int,
+        key_start: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of one call; `result` has the output of all queries and the state of this call."""
+        result = replace(result, out=piece.of_queries(result.out), lse=piece.of_queries(result.lse))
+        parts = piece.of_queries(dout), piece.of_queries(q), piece.of_keys(k), piece.of_keys(v)
+        if isinstance(piece, DocumentRun) and self._flash is not None:
+            return self._flash.backward_run(*parts, result, piece)
+        starts = query_start + piece.queries.start, key_start + piece.keys.start
+        return self._inner.backward(*parts, result, piece.spec, *starts)
+
+
+def _is_whole(piece: Piece, t: Tensor, tokens: slice) -> bool:
+    """Return whether a call has all batch rows and all tokens of `t` `[batch, heads, tokens, head_dim]`."""
+    return piece.batch == slice(0, t.shape[0]) and tokens == slice(0, t.shape[2])

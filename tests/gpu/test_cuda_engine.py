@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 import torch
@@ -76,6 +77,27 @@ def test_gradients_are_those_of_plain_training(alpha, slice_tokens, window, padd
         stats = engine.memory.stats
         assert (stats.overflow_bytes, stats.unplanned_slots) == (0, 0)
         assert stats.offloaded_bytes > 0 and stats.fetched_bytes > 0
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "cudnn"])
+@pytest.mark.parametrize(("alpha", "slice_tokens"), [(0.5, None), (1.0, 64)])
+def test_packed_documents(alpha, slice_tokens, attention, device):
+    """Some documents end in other slices than they begin, and rows differ."""
+    model, batch = make_model(device), make_batch(device)
+    model.config.use_cache = False  # with a cache, transformers ignores documents
+    starts = ([0, 1, 30, 150], [0, 90])
+    rows = [torch.cat([torch.arange(b - a) for a, b in pairwise([*each, TOKENS])]) for each in starts]
+    batch["position_ids"] = torch.stack(rows).to(device)
+    in_double = copy.deepcopy(model).to("cpu", torch.float64)
+    truth = gradients(in_double, {name: t.cpu() for name, t in batch.items()})
+    plain = distance(gradients(model, batch), truth)
+    together = {name: t for name, t in batch.items() if name != "position_ids"}
+    assert distance(gradients(model, together), truth) > 2 * FARTHER * plain
+    with attached(model, device, TestMode(seed=1, longest_delay_seconds=0.002), attention) as engine:
+        assert distance(gradients(model, batch), truth) <= FARTHER * plain
+        load(engine, alpha, slice_tokens, attention)
+        for _ in range(2):
+            assert distance(gradients(model, batch), truth) <= FARTHER * plain
 
 
 def test_full_precision_nests_its_slices(device):

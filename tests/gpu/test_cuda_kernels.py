@@ -56,6 +56,26 @@ def test_kernels_compute_slices(query_start, queries, key_start, window, choice,
     assert_accurate(found, reference(inputs, spec, query_start, key_start), torch.bfloat16)
 
 
+DOCUMENTS = {
+    "alike": AttentionSpec(documents=((0, 1, 30, 160), (0, 1, 30, 160))),
+    "full": AttentionSpec(causal=False, documents=((0, 64, 128), (0, 199))),
+    "window": AttentionSpec(window=20, documents=((0, 1, 30, 160), (0, 25, 50))),
+    "padded on the left": AttentionSpec(documents=((7, 20, 90), (0, 90))),
+    "lengths": AttentionSpec(lengths=(TOKENS, 60), documents=((0, 20, 50, 90), (0, 20, 50, 90))),
+}
+
+
+@pytest.mark.parametrize(("query_start", "key_start"), [(0, 0), (100, 0), (60, 20)])
+@pytest.mark.parametrize("spec", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_kernels_compute_packed_documents(spec, query_start, key_start, choice, device):
+    inputs = make_inputs(
+        key_heads=2, queries=TOKENS - query_start, keys=TOKENS - key_start, head=64, dtype=torch.bfloat16, device=device
+    )
+    found = attend(select_backend(*inputs[:3], spec, choice), inputs, spec, query_start, key_start)
+    assert_accurate(found, reference(inputs, spec, query_start, key_start), torch.bfloat16)
+    assert found.out.transpose(1, 2).is_contiguous()
+
+
 @pytest.mark.parametrize("head", [8, 40, 96, 128, 192, 256])
 def test_kernels_compute_all_head_sizes(head, choice, device):
     inputs = make_inputs(queries=TOKENS, keys=TOKENS, head=head, dtype=torch.bfloat16, device=device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from dataclasses import replace
 from importlib import metadata
 from types import ModuleType
 
@@ -15,7 +16,13 @@ from support.kernels.attention_reference import (
     make_inputs,
     reference,
 )
-from support.kernels.banded import flash_backward, flash_forward, flash_sees
+from support.kernels.banded import (
+    flash_backward,
+    flash_forward,
+    flash_sees,
+    flash_varlen_backward,
+    flash_varlen_forward,
+)
 from support.kernels.specs import FP32_BOUND, SPECS, without_memory
 
 from lightning_memo.kernels import AttentionSpec
@@ -25,6 +32,7 @@ from lightning_memo.kernels.flash_attention import AtenFlash, BandedFlash
 from lightning_memo.kernels.packages.flash_attn_packages import FlashAttn, FlashAttn3, FlashAttn4
 from lightning_memo.kernels.packages.kernel_packages import Package
 from lightning_memo.kernels.packages.transformer_engine import TransformerEngineAttention
+from lightning_memo.kernels.packed_documents import PackedDocuments
 from lightning_memo.kernels.replayed_sdpa import Replay
 from lightning_memo.kernels.select_kernel import check_available, select_backend
 
@@ -51,6 +59,31 @@ def flash_attn_backward(
         target.copy_(grad)
 
 
+def flash_attn_varlen_forward(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
+    window_size_left, window_size_right, softcap, alibi_slopes, return_softmax,
+):  # fmt: skip
+    assert (dropout_p, softcap, alibi_slopes, return_softmax) == (0.0, 0.0, None, False)
+    starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    found = flash_varlen_forward(
+        q, k, v, starts, longest, causal, window_size_left, window_size_right, softmax_scale
+    )  # fmt: skip
+    return *found, None, torch.zeros(2, dtype=torch.int64)
+
+
+def flash_attn_varlen_backward(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+    softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+):  # fmt: skip
+    assert (dropout_p, softcap, alibi_slopes, deterministic, rng_state) == (0.0, 0.0, None, False, None)
+    starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    grads = flash_varlen_backward(
+        dout, q, k, v, out, softmax_lse, starts, longest, causal, window_size_left, window_size_right, softmax_scale
+    )  # fmt: skip
+    for target, grad in zip((dq, dk, dv), grads, strict=True):
+        target.copy_(grad)
+
+
 def module(name: str, monkeypatch: pytest.MonkeyPatch, **contents: object) -> ModuleType:
     """A module that can be imported while the test runs."""
     made = ModuleType(name)
@@ -59,17 +92,25 @@ def module(name: str, monkeypatch: pytest.MonkeyPatch, **contents: object) -> Mo
     return made
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
+PACKED = AttentionSpec(documents=((0, 5, 6, 17), (0, 12)))
+
+
+@pytest.mark.parametrize(
+    "spec", [*SPECS.values(), PACKED, replace(PACKED, window=4), replace(PACKED, causal=False, scale=0.4)]
+)
 def test_flash_attn_is_called_by_its_signature(spec, monkeypatch):
     interface = module(
         "flash_attn.flash_attn_interface",
         monkeypatch,
         _flash_attn_forward=flash_attn_forward,
         _flash_attn_backward=flash_attn_backward,
+        _flash_attn_varlen_forward=flash_attn_varlen_forward,
+        _flash_attn_varlen_backward=flash_attn_varlen_backward,
     )
     module("flash_attn", monkeypatch, flash_attn_interface=interface)
     inputs = make_inputs(key_heads=2, dtype=torch.float64)
-    assert_close(attend(FlashAttn(), inputs, spec), reference(inputs, spec), FP32_BOUND)
+    kernel = FlashAttn() if spec.documents is None else PackedDocuments(FlashAttn())
+    assert_close(attend(kernel, inputs, spec), reference(inputs, spec), FP32_BOUND)
 
 
 # ---- FlashAttention-3, in the schema of 3.0, and FlashAttention-4, in the signatures of 4.0.0b36

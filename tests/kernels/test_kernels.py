@@ -21,6 +21,7 @@ from lightning_memo.kernels import AttentionSpec
 from lightning_memo.kernels.cpu_flash import CpuFlash
 from lightning_memo.kernels.cudnn import CudnnSdpa
 from lightning_memo.kernels.flash_attention import AtenFlash, BandedFlash
+from lightning_memo.kernels.packed_documents import PackedDocuments
 from lightning_memo.kernels.replayed_sdpa import Replay
 from lightning_memo.kernels.rng_state import RngState
 from lightning_memo.profiler.memory_meter import PeakMeter
@@ -231,6 +232,17 @@ def test_arguments_of_the_cpu_operators():
     assert arguments(ops._scaled_dot_product_flash_attention_for_cpu_backward) == [
         "grad_out", "query", "key", "value", "out", "logsumexp", "dropout_p", "is_causal", "attn_mask", "scale",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("backend", [AtenFlash, CudnnSdpa])
+def test_operators_for_cuda_accept_packed_documents(backend, causal, window):
+    inputs = without_memory()
+    spec = AttentionSpec(causal=causal, window=window if causal else None, documents=((0, 5, 6, 17), (0, 12)))
+    found = attend(PackedDocuments(backend()), inputs, spec)
+    shapes = [inputs.q.shape, inputs.q.shape[:3], inputs.q.shape, inputs.k.shape, inputs.v.shape]
+    assert [t.shape for t in found] == shapes
 
 
 @pytest.mark.parametrize("backend", [AtenFlash, CudnnSdpa])

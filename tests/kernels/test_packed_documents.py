@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from itertools import pairwise
 
@@ -18,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_memo.kernels import AttentionResult, AttentionSpec, select_backend
 from lightning_memo.kernels.attention_kernel import block_mask, merge, sees_nothing_result, sums_dtype
 from lightning_memo.kernels.cpu_flash import CpuFlash
-from lightning_memo.kernels.packed_documents import PackedDocuments, pieces, sees_any
+from lightning_memo.kernels.document_pieces import pieces, sees_any
+from lightning_memo.kernels.packed_documents import PackedDocuments
 from lightning_memo.kernels.replayed_sdpa import Replay
 
 FP32_BOUND = 2e-6
@@ -85,7 +87,7 @@ def test_documents_in_blocks(spec, query_start, inner):
 
 positions = st.integers(0, 20)
 lengths = st.none() | st.tuples(st.integers(0, 40), st.integers(0, 40))
-starts = st.sets(st.integers(1, 40), max_size=6).map(lambda inner: (0, *sorted(inner)))
+starts = st.sets(st.integers(0, 40), min_size=1, max_size=7).map(lambda each: tuple(sorted(each)))
 
 
 @settings(max_examples=300)
@@ -131,6 +133,58 @@ def test_each_document_is_one_call_and_rows_alike_share_it():
     kernel.calls.clear()
     PackedDocuments(kernel).forward(*inputs[:3], SPECS["alike"])
     assert kernel.calls == [(2, 7, 7), (2, 13, 13), (2, 4, 4)]
+
+
+class CountingRuns(CpuBanded):
+    """Records the numbers of queries and keys of documents of each call, and those of calls of one document."""
+
+    def __init__(self, longest: int = sys.maxsize) -> None:
+        self.longest_joined, self.calls = longest, []
+
+    def _call(self, q, k, v, spec, band):
+        self.calls.append((q.shape[1], k.shape[1]))
+        return super()._call(q, k, v, spec, band)
+
+    def _call_run(self, q, k, v, run, starts):
+        self.calls.append((run.query_lengths, run.key_lengths))
+        return super()._call_run(q, k, v, run, starts)
+
+
+@pytest.mark.parametrize(
+    ("longest", "spec", "query_start", "calls"),
+    [
+        (24, AttentionSpec(documents=((0, 5, 6, 17),)), 0, [((5, 1, 11, 7), (5, 1, 11, 7))]),
+        (24, AttentionSpec(documents=((0, 5, 6, 17),)), 8, [((9, 7), (11, 7))]),  # a slice
+        (10, AttentionSpec(documents=((0, 5, 6, 17),)), 0, [((5, 1), (5, 1)), (11, 11), (7, 7)]),
+        (24, AttentionSpec(documents=((2, 8, 20),)), 0, [((6, 12, 4), (6, 12, 4))]),  # padded on the left
+        (24, AttentionSpec(documents=((0, 5, 6, 17),), lengths=(20,)), 0, [((5, 1, 11), (5, 1, 11)), (3, 3), (4, 3)]),
+        (24, AttentionSpec(documents=((0, 5, 6, 17),), lengths=(6,)), 0, [((5, 1), (5, 1))]),
+        (24, AttentionSpec(documents=((0,),)), 0, [(24, 24)]),
+    ],
+)
+def test_documents_that_follow_each_other_are_one_call(longest, spec, query_start, calls):
+    inputs, kernel = make_inputs(batch=1, queries=24 - query_start, keys=24), CountingRuns(longest)
+    PackedDocuments(kernel).forward(*inputs[:3], spec, query_start)
+    assert kernel.calls == calls
+
+
+def test_each_row_with_several_documents_is_one_call():
+    inputs, kernel = make_inputs(batch=3), CountingRuns()
+    PackedDocuments(kernel).forward(*inputs[:3], AttentionSpec(documents=((0, 7), (0, 7), (0,))))
+    assert kernel.calls == [((7, 17), (7, 17)), ((7, 17), (7, 17)), (24, 24)]
+
+
+def test_one_call_for_all_tokens_is_not_copied():
+    inputs, kernel = make_inputs(batch=1), CountingRuns()
+    spec, made = AttentionSpec(documents=((0, 7),)), []
+
+    def call_run(*arguments):
+        made.append(CpuBanded._call_run(kernel, *arguments))
+        return made[-1]
+
+    kernel._call_run = call_run
+    found = PackedDocuments(kernel).forward(*inputs[:3], spec)
+    assert found.lse.data_ptr() == made[0][1].data_ptr()
 
 
 def test_documents_that_queries_or_keys_do_not_touch_cost_nothing():

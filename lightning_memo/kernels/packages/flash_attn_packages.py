@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_memo.kernels.attention_kernel import AttentionSpec
-from lightning_memo.kernels.flash_attention import AtenFlash, Band, BandedFlash
+from lightning_memo.kernels.document_pieces import DocumentRun
+from lightning_memo.kernels.flash_attention import LONGEST_OF_SLOWER, AtenFlash, Band, BandedFlash
 from lightning_memo.kernels.packages.kernel_packages import FLASH_ATTN_3, FLASH_ATTN_4, Package
 
 
@@ -54,6 +55,34 @@ class FlashAttn(BandedFlash):
         )  # fmt: skip
         return dq, dk, dv
 
+    def _call_run(
+        self, q: Tensor, k: Tensor, v: Tensor, run: DocumentRun, starts: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self._interface._flash_attn_varlen_forward(
+            q, k, v, *starts, *run.longest, 0.0, _scale(q, run.spec), causal=run.causal, window_size_left=run.left,
+            window_size_right=run.right, softcap=0.0, alibi_slopes=None, return_softmax=False,
+        )  # fmt: skip
+        return out, lse
+
+    def _call_run_backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        run: DocumentRun,
+        starts: tuple[Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        self._interface._flash_attn_varlen_backward(
+            dout, q, k, v, out, lse, dq, dk, dv, *starts, *run.longest, 0.0, _scale(q, run.spec), causal=run.causal,
+            window_size_left=run.left, window_size_right=run.right, softcap=0.0, alibi_slopes=None,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )  # fmt: skip
+        return dq, dk, dv
+
 
 class _NewerFlash(AtenFlash):
     """Base class of FlashAttention-3 and 4.
@@ -64,6 +93,7 @@ class _NewerFlash(AtenFlash):
         ValueError: The package is not installed, or its version is not supported.
     """
 
+    longest_joined = LONGEST_OF_SLOWER
     package: Package
     majors: tuple[int, ...]
     largest_head: int

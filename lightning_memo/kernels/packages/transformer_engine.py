@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_memo.kernels.attention_kernel import AttentionResult, AttentionSpec
-from lightning_memo.kernels.flash_attention import AtenFlash
+from lightning_memo.kernels.flash_attention import LONGEST_OF_SLOWER, AtenFlash
 from lightning_memo.kernels.packages.kernel_packages import TRANSFORMER_ENGINE
 
 _LAYOUT = "bshd_bshd_bshd"
@@ -30,6 +30,7 @@ class TransformerEngineAttention(AtenFlash):
     """
 
     name = "transformer_engine"
+    longest_joined = LONGEST_OF_SLOWER
 
     def __init__(self) -> None:
         TRANSFORMER_ENGINE.check(self.name)

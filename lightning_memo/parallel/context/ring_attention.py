@@ -27,7 +27,7 @@ from lightning_memo.kernels.attention_kernel import (
     sums_dtype,
 )
 from lightning_memo.kernels.blockwise_attention import BlockwiseAttention
-from lightning_memo.kernels.packed_documents import sees_any
+from lightning_memo.kernels.document_pieces import sees_any
 from lightning_memo.parallel.batches.token_layout import Documents, ring_chunks
 
 # Selects the kernel for queries, keys and values; it is called with the tensors that the kernel gets.

@@ -59,7 +59,7 @@ def visible(spec: AttentionSpec, batch: int, queries: range, keys: range) -> Ten
         seen &= j < torch.tensor(spec.lengths)[:, None, None]
     for row, starts in enumerate(spec.documents or ()):
         of_query, of_key = (sum((positions >= start).int() for start in starts) for positions in (i, j))
-        seen[row] &= of_query == of_key
+        seen[row] &= (of_query == of_key) & (of_key > 0)  # nothing sees what is before the first document
     return seen[:, None]
 
 

@@ -26,9 +26,8 @@ Draw weights_drawn(double dropout, int64_t elements) {
 
 // ---- flash: [batch, tokens, heads, head_dim]; masks are aligned at the last query and the last key
 
-/// As mha_fwd and set_params_fprop of FlashAttention 2 do.
-Window flash_window(const Tensor& q, const Tensor& k, bool causal, const OptionalInt& left, const OptionalInt& right) {
-  const int64_t queries = q.size(1), keys = k.size(1);
+/// As mha_fwd, mha_varlen_fwd and set_params_fprop of FlashAttention 2 do.
+Window flash_window(int64_t queries, int64_t keys, bool causal, const OptionalInt& left, const OptionalInt& right) {
   const auto number = [](const OptionalInt& n) { return n.has_value() ? n->expect_int() : int64_t{-1}; };
   Window w{number(left), number(right), keys - queries};
   if (causal && queries > 1) w.right = 0;
@@ -39,24 +38,104 @@ Window flash_window(const Tensor& q, const Tensor& k, bool causal, const Optiona
   return w;
 }
 
-Attention flash_attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, const OptionalInt& left,
-                          const OptionalInt& right, std::optional<double> scale, double dropout) {
+void check_flash(const Tensor& q, const Tensor& k, const Tensor& v) {
   TORCH_CHECK(is_half(q), "FlashAttention only support fp16 and bf16 data type");
   TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), "query and key must have the same dtype");
   TORCH_CHECK(q.stride(-1) == 1 && k.stride(-1) == 1 && v.stride(-1) == 1, "Input tensor must have contiguous last dimension");
   TORCH_CHECK(q.size(-1) % 8 == 0 && q.size(-1) <= 256, "head_size should be a multiple of 8 and at most 256");
-  TORCH_CHECK(q.size(2) % k.size(2) == 0, "Number of heads in key/value must divide number of heads in query");
+  TORCH_CHECK(q.size(-2) % k.size(-2) == 0, "Number of heads in key/value must divide number of heads in query");
+}
+
+Attention flash_attention(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, const OptionalInt& left,
+                          const OptionalInt& right, std::optional<double> scale, double dropout) {
+  check_flash(q, k, v);
   return {heads_first_view(q), heads_first_view(k), heads_first_view(v), Tensor(),
-          flash_window(q, k, causal, left, right), scale_of(q, scale), dropout};
+          flash_window(q.size(1), k.size(1), causal, left, right), scale_of(q, scale), dropout};
+}
+
+// ---- flash of variable lengths: [tokens, heads, head_dim], and the documents follow each other
+
+/// The queries and the keys of a document in the tensors of all.
+struct Document {
+  int64_t query, queries, key, keys;
+  Tensor queries_of(const Tensor& t) const { return t.narrow(2, query, queries); }
+  Tensor keys_of(const Tensor& t) const { return t.narrow(2, key, keys); }
+};
+
+struct Documents {
+  Attention all;  // of batch 1
+  Tensor starts_q, starts_k;
+  Window longest;
+
+  Documents(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& begin_q, const Tensor& begin_k, int64_t max_q,
+            int64_t max_k, bool causal, const OptionalInt& left, const OptionalInt& right, std::optional<double> scale, double dropout)
+      : all{row(q), row(k), row(v), Tensor(), {}, scale_of(q, scale), dropout},
+        starts_q(host_view(begin_q)), starts_k(host_view(begin_k)), longest(flash_window(max_q, max_k, causal, left, right)) {
+    check_flash(q, k, v);
+    TORCH_CHECK(q.dim() == 3, "flash attention of variable lengths takes [tokens, heads, head_dim]");
+    for (const Tensor& t : {begin_q, begin_k}) {
+      TORCH_CHECK(t.is_cuda() && t.is_contiguous() && t.scalar_type() == at::kInt, "cu_seqlens must be contiguous int32 on CUDA");
+    }
+    TORCH_CHECK(dropout == 0, "emulated CUDA: dropout of variable lengths is not emulated");
+  }
+  static Tensor row(const Tensor& t) { return heads_first(host_view(t).unsqueeze(0)); }
+
+  /// Calls a function with the attention of each document. The starts must have been computed.
+  template <class F>
+  void each(const F& f) const {
+    const auto *q = starts_q.data_ptr<int>(), *k = starts_k.data_ptr<int>();
+    for (int64_t n = 0; n + 1 < starts_q.numel(); ++n) {
+      const Document d{q[n], q[n + 1] - q[n], k[n], k[n + 1] - k[n]};
+      Attention a = all;
+      a.q = d.queries_of(all.q), a.k = d.keys_of(all.k), a.v = d.keys_of(all.v), a.window = longest;
+      a.window.shift = d.keys - d.queries;
+      f(a, d);
+    }
+  }
+
+  /// In simulated time, small copies are done when they are called.
+  Cost cost(EmulatedKind kind) const {
+    Cost cost = traffic({all.q, all.k, all.v, all.q});
+    cost.kind = kind;
+    if (emulated_cuda_simulates()) each([&](const Attention& a, const Document&) { cost.flops += cost_of(a, kind).flops; });
+    cost.is_small = cost.is_small && cost.flops <= small_flops;
+    return cost;
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> documents_forward(const Tensor& q, const Documents& documents) {
+  Tensor out = at::empty_like(q), lse = at::empty({q.size(1), q.size(0)}, q.options().dtype(at::kFloat));
+  enqueue("aten::_flash_attention_forward", documents.cost(emulated_flash_forward), [=, to = Documents::row(out), sums = host_view(lse).unsqueeze(0)] {
+    documents.each([&](const Attention& a, const Document& d) { attention_forward(a, d.queries_of(to), d.queries_of(sums)); });
+  });
+  const auto state = q.options().dtype(at::kUInt64);
+  return {out, lse, at::empty({2}, state), at::empty({}, state), at::empty({0}, q.options())};
+}
+
+std::tuple<Tensor, Tensor, Tensor> documents_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
+                                                      const Tensor& out, const Tensor& lse, const Documents& documents) {
+  Tensor dq = at::empty_like(q), dk = at::empty_like(k), dv = at::empty_like(v);
+  enqueue("aten::_flash_attention_backward", documents.cost(emulated_flash_backward),
+          [=, to_q = Documents::row(dq), to_k = Documents::row(dk), to_v = Documents::row(dv), g = Documents::row(dout),
+           o = Documents::row(out), sums = host_view(lse).unsqueeze(0)] {
+            documents.each([&](const Attention& a, const Document& d) {
+              attention_backward(a, d.queries_of(g), d.queries_of(o), d.queries_of(sums), d.queries_of(to_q), d.keys_of(to_k),
+                                 d.keys_of(to_v), Tensor());
+            });
+          });
+  return {dq, dk, dv};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_forward(
-    const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& starts_q, const OptionalTensor&, c10::SymInt,
-    c10::SymInt, double dropout, bool causal, bool, std::optional<double> scale, OptionalInt left, OptionalInt right,
-    const OptionalTensor& used, const OptionalTensor& alibi, const OptionalTensor& table, std::optional<int64_t>) {
+    const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& starts_q, const OptionalTensor& starts_k,
+    c10::SymInt max_q, c10::SymInt max_k, double dropout, bool causal, bool, std::optional<double> scale, OptionalInt left,
+    OptionalInt right, const OptionalTensor& used, const OptionalTensor& alibi, const OptionalTensor& table, std::optional<int64_t>) {
   const InOperator in_operator;
-  TORCH_CHECK(!starts_q.has_value() && !used.has_value() && !alibi.has_value() && !table.has_value(),
-              "emulated CUDA: flash attention of variable lengths, with ALiBi or pages is not emulated");
+  TORCH_CHECK(!used.has_value() && !alibi.has_value() && !table.has_value(),
+              "emulated CUDA: flash attention with ALiBi or pages is not emulated");
+  if (starts_q.has_value()) {
+    return documents_forward(q, {q, k, v, *starts_q, *starts_k, max_q.expect_int(), max_k.expect_int(), causal, left, right, scale, dropout});
+  }
   Attention a = flash_attention(q, k, v, causal, left, right, scale, dropout);
   Tensor out = at::empty_like(q), lse = at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(at::kFloat));
   Tensor state = at::empty({2}, q.options().dtype(at::kUInt64)), unused = at::empty({}, q.options().dtype(at::kUInt64));
@@ -71,12 +150,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_forward(
 
 std::tuple<Tensor, Tensor, Tensor> flash_backward(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-    const Tensor& starts_q, const Tensor&, c10::SymInt, c10::SymInt, double dropout, bool causal, const Tensor& state,
-    const Tensor&, std::optional<double> scale, OptionalInt left, OptionalInt right) {
+    const Tensor& starts_q, const Tensor& starts_k, c10::SymInt max_q, c10::SymInt max_k, double dropout, bool causal,
+    const Tensor& state, const Tensor&, std::optional<double> scale, OptionalInt left, OptionalInt right) {
   const InOperator in_operator;
-  TORCH_CHECK(!starts_q.defined(), "emulated CUDA: flash attention of variable lengths is not emulated");
   TORCH_CHECK(out.stride(-1) == 1, "out tensor must have contiguous last dimension");
   TORCH_CHECK(lse.is_contiguous() && lse.scalar_type() == at::kFloat, "softmax_lse must be contiguous and fp32");
+  if (starts_q.defined()) {
+    return documents_backward(dout, q, k, v, out, lse,
+                              {q, k, v, starts_q, starts_k, max_q.expect_int(), max_k.expect_int(), causal, left, right, scale, dropout});
+  }
   TORCH_CHECK(dropout == 0 || state.numel() == 2, "emulated CUDA: the random state of flash attention has 2 elements");
   Attention a = flash_attention(q, k, v, causal, left, right, scale, dropout);
   Tensor dq = at::empty_like(q), dk = at::empty_like(k), dv = at::empty_like(v);
