@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from lightning.fabric import Fabric
 from support.devices import DEVICE
 from support.families import FAMILIES, VOCABULARY
+from support.markers.slow import slow_if
 from support.processes import run_in_processes
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -335,6 +336,7 @@ def of_rank(kind: str, memo: bool) -> tuple[list[float], list[Tensor]]:
     return losses, [t.cpu() for t in weights]
 
 
+@slow_if(lambda kind: kind == "fsdp2")
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp2 root"])
 def test_two_processes(kind: str) -> None:
     plain, memo = (run_in_processes(2, of_rank, kind, memo) for memo in (False, True))

@@ -416,6 +416,7 @@ class Clearing(PlainModel):
         return result
 
 
+@slow_if(lambda alpha: alpha != 0.5)
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_a_cache_that_is_cleared_after_the_forward(alpha: float) -> None:
     def build() -> nn.Module:
@@ -454,6 +455,7 @@ def table_by_default(block: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("error:.*as one slice")
+@slow_if(lambda acts: acts in (table_by_width, table_by_default))
 @pytest.mark.parametrize("acts", [table_by_width, table_once, table_by_device, table_by_default])
 def test_caches_in_global_variables(acts: Callable[[Any, Tensor], Tensor]) -> None:
     """The layers are cut."""
