@@ -27,16 +27,13 @@ from lightning_memo.parallel.checkpoints.open_checkpoint import (
     check_complete,
     open_checkpoint,
 )
+from lightning_memo.parallel.checkpoints.parameter_names import check_order, names_of_all, names_of_parameters
 from lightning_memo.parallel.run_on_ranks import gather, is_first_rank, on_every_rank, on_first_rank
 
 Sizes = Mapping[str, torch.Size | None]
 """Sizes of the tensors of a state dict by name; None for other values."""
 
-FIRST_NAMES = "_lightning_memo_first_names"
-"""Attribute of a module on the last stage of a pipeline: the names on the first stage of weights that both have."""
-
 _SHOWN = 3  # names in an error
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and checkpoint_wrapper
 
 
 def sharded_model_state(model: nn.Module) -> dict[str, Any]:
@@ -53,7 +50,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     Raises:
         ValueError: The optimizer has a parameter that is not the model's.
     """
-    names = _names(model, optimizer)
+    names = names_of_parameters(model, optimizer)
     everyones = names_of_all(names, optimizer)
     groups = [{**group, "params": of_all} for group, of_all in zip(optimizer.param_groups, everyones, strict=True)]
     return {"state": {names[p]: dict(state) for p, state in optimizer.state.items()}, "param_groups": groups}
@@ -113,7 +110,7 @@ def load_sharded(
     """
     found = on_first_rank(lambda: existing_checkpoint(path))
     sizes = {name: size for own in gather(tensor_sizes(get_model_state_dict(model))) for name, size in own.items()}
-    groups = [names_of_all(_names(model, optimizer), optimizer) for optimizer in optimizers]
+    groups = [names_of_all(names_of_parameters(model, optimizer), optimizer) for optimizer in optimizers]
     return on_every_rank(
         lambda: _read(found, model, sizes, list(zip(optimizers, groups, strict=True)), strict, weights_only)
     )
@@ -222,7 +219,9 @@ def _read_optimizer(
     source: CheckpointSource, root: str, model: nn.Module, optimizer: Optimizer, everyones: list[list[str]]
 ) -> None:
     groups = _read_groups(source, root)
-    positions = _positions(source.path, groups, everyones, _names(model, optimizer), optimizer)
+    if any(isinstance(key, int) for group in groups for key in group["params"]):
+        check_order(source.path, model, optimizer)
+    positions = _positions(source.path, groups, everyones, names_of_parameters(model, optimizer), optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     entries = {path: entry for path, entry in source.entries(root, "state").items() if path[2] in positions}
     into = {path: _like(entry, parameters[positions[path[2]]]) for path, entry in entries.items()}
@@ -280,35 +279,6 @@ def _like(entry: Any, parameter: Tensor) -> Tensor | None:
     if isinstance(entry, TensorStorageMetadata) and entry.size == parameter.size() and parameter.ndim:
         return torch.empty_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
     return None
-
-
-def names_of_all(names: Mapping[Tensor, str], optimizer: Optimizer) -> list[list[str]]:
-    """Returns the names of the parameters of each group on all ranks, in the order of a single process.
-
-    Stages of a pipeline have different parameters. All ranks call this.
-
-    Args:
-        names: Names of this rank's parameters.
-        optimizer: The optimizer of this rank.
-    """
-    everyones = gather([[names[p] for p in group["params"]] for group in optimizer.param_groups])
-    return [list(dict.fromkeys(itertools.chain(*of_group))) for of_group in zip(*everyones, strict=True)]
-
-
-def _names(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
-    first = getattr(model, FIRST_NAMES, {})
-    names = {
-        p: ".".join(part for part in first.get(name, name).split(".") if part not in _WRAPPERS)
-        for name, p in model.named_parameters()
-    }
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p not in names:
-                raise ValueError(
-                    f"the optimizer holds a parameter of shape {list(p.shape)} that is not the model's: make it after "
-                    "the model is sharded, from the model's parameters"
-                )
-    return names
 
 
 def _refuse(path: Path, of: str, missing: Set[str], unexpected: Set[str]) -> None:

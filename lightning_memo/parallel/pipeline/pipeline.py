@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_memo.config import MemoConfig
 from lightning_memo.parallel.batches.current_layout import CurrentLayout
-from lightning_memo.parallel.checkpoints.sharded_checkpoint import FIRST_NAMES
+from lightning_memo.parallel.checkpoints.parameter_names import WHOLE_NAMES, WholeNames
 from lightning_memo.parallel.device_mesh import ends_group, pipeline_groups, readers_group
 from lightning_memo.parallel.parallel_sizes import ParallelSizes
 from lightning_memo.parallel.pipeline.gather_stages import STAGE
@@ -75,9 +75,7 @@ class Pipeline:
         staged = StagedModel.of(module, self._config.layers)
         counts = staged.divide(self._sizes.pipeline, self._config.pipeline_layers)
         self._tied.find(staged, self.stage, self._sizes.pipeline)
-        first = {p: name for name, p in module.named_parameters()}
-        others = {name: first[p] for name, p in module.named_parameters(remove_duplicate=False) if name != first[p]}
-        setattr(module, FIRST_NAMES, others)
+        setattr(module, WHOLE_NAMES, WholeNames.of(module))
         setattr(staged.model, STAGE, staged.keep(self.stage, counts))
 
     def run_of(self, module: nn.Module) -> tuple[nn.Module, PipelinedModel]:

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from support.markers.slow import slow_if
 from support.parallel_training import Outcome, Run, train, train_alone
 from support.processes import run_in_processes
+from support.trainer_harness import LanguageModel
 from transformers import AutoModelForCausalLM
 
 SAVED_AFTER = 2
@@ -77,3 +78,33 @@ def test_a_trained_model_is_exported(sizes: str, family: str, tmp_path: Path) ->
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model").state_dict()
     assert exported.keys() == trained.keys()
     assert all(torch.equal(exported[name], t) for name, t in trained.items())
+
+
+def _train_backwards(sizes: str, checkpoint: str, resume: bool) -> str:
+    """Train with an optimizer whose parameters have the order of their names, and return the error."""
+    plain = LanguageModel.configure_optimizers
+
+    def by_name(module: LanguageModel) -> torch.optim.Optimizer:
+        optimizer = plain(module)
+        names = {p: name for name, p in module.named_parameters()}
+        optimizer.param_groups[0]["params"].sort(key=names.__getitem__)
+        return optimizer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LanguageModel, "configure_optimizers", by_name)
+        try:
+            _train("llama_gqa", sizes, checkpoint, resume)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_an_optimizer_in_another_order_is_refused_where_states_have_numbers(tmp_path: Path) -> None:
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    assert run_in_processes(1, _train_backwards, "one", one, False) == [""]
+    assert run_in_processes(2, _train_backwards, "pp2", two, False) == ["", ""]
+    assert run_in_processes(2, _train_backwards, "pp2", two, True) == ["", ""]  # states have names
+    assert run_in_processes(1, _train_backwards, "one", two, True) == [""]
+    errors = run_in_processes(2, _train_backwards, "pp2", one, True)
+    assert all("in another order than the model, so that the stages of a pipeline cannot tell" in e for e in errors)

@@ -1,0 +1,99 @@
+"""Names of the parameters of an optimizer, those of other stages of a pipeline included."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_memo.parallel.run_on_ranks import gather
+
+WHOLE_NAMES = "_lightning_memo_whole_names"
+"""Attribute of a module that has lost the weights of other stages of a pipeline: its `WholeNames`."""
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and checkpoint_wrapper
+
+
+@dataclass(frozen=True)
+class WholeNames:
+    """Names of the parameters of a module before it lost those of other stages.
+
+    Attributes:
+        in_order: The names, in the order of `named_parameters()`.
+        of_shared: The first name of each weight with several, by its other names. The last stage may keep a tied weight
+            under another name than the first one.
+    """
+
+    in_order: tuple[str, ...]
+    of_shared: Mapping[str, str]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> WholeNames:
+        first = {p: name for name, p in module.named_parameters()}
+        every = module.named_parameters(remove_duplicate=False)
+        return cls(tuple(map(_bare, first.values())), {name: first[p] for name, p in every if name != first[p]})
+
+
+def names_of_parameters(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
+    """Returns the names of the model's parameters.
+
+    Raises:
+        ValueError: The optimizer has a parameter that is not the model's.
+    """
+    whole: WholeNames | None = getattr(model, WHOLE_NAMES, None)
+    shared = {} if whole is None else whole.of_shared
+    names = {p: _bare(shared.get(name, name)) for name, p in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p not in names:
+                raise ValueError(
+                    f"the optimizer holds a parameter of shape {list(p.shape)} that is not the model's: make it after "
+                    "the model is sharded, from the model's parameters"
+                )
+    return names
+
+
+def names_of_all(names: Mapping[Tensor, str], optimizer: Optimizer) -> list[list[str]]:
+    """Returns the names of the parameters of each group on all ranks, in the order of a single process.
+
+    Stages of a pipeline have different parameters. All ranks call this.
+
+    Args:
+        names: Names of this rank's parameters.
+        optimizer: The optimizer of this rank.
+    """
+    everyones = gather([[names[p] for p in group["params"]] for group in optimizer.param_groups])
+    return [list(dict.fromkeys(itertools.chain(*of_group))) for of_group in zip(*everyones, strict=True)]
+
+
+def check_order(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Check that it is known which of the optimizer's states in a file of one process belong to which parameter.
+
+    They have numbers, in the order of the optimizer of that process. A stage of a pipeline has some of the parameters,
+    and only knows the order of the others if it is the model's.
+
+    Raises:
+        ValueError: The optimizer of a stage has another order.
+    """
+    whole: WholeNames | None = getattr(model, WHOLE_NAMES, None)
+    if whole is None:
+        return
+    names, place = names_of_parameters(model, optimizer), {name: n for n, name in enumerate(whole.in_order)}
+    tied = {*whole.of_shared.values()}  # which the last stage has in the place of their other name
+    for group in optimizer.param_groups:
+        own = [place[names[p]] for p in group["params"] if names[p] not in tied]
+        if own != sorted(own):
+            raise ValueError(
+                f"{path}: the file of one process, in which optimizer states have numbers, and the optimizer has its "
+                "parameters in another order than the model, so that the stages of a pipeline cannot tell whose they "
+                "are: give the optimizer the order of model.parameters(), go on without a pipeline, or from a "
+                "checkpoint that several processes saved"
+            )
+
+
+def _bare(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
