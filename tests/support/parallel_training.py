@@ -41,6 +41,7 @@ class Run:
         clip: Maximum gradient norm; 0 disables clipping.
         ignore: Fraction of the labels that the loss ignores.
         packed: Whether rows hold several documents, which position ids separate.
+        uneven: Whether packed documents of different rows have very different lengths.
         padded: Whether rows are padded on the right, to other lengths each.
         growing: Whether rows of odd numbers are padded in the first batches, and each process drops the padding that
             all of its rows have.
@@ -57,6 +58,7 @@ class Run:
     clip: float = 0.0
     ignore: float = 0.3
     packed: bool = False
+    uneven: bool = False
     padded: bool = False
     growing: bool = False
     precision: str = "32-true"
@@ -242,7 +244,7 @@ class Texts(Dataset[dict[str, Tensor]]):
         ignored = torch.rand(tokens, generator=generator) < run.ignore * (1 + index % 3)
         item = {"input_ids": ids, "labels": ids.masked_fill(ignored, -100)}
         if run.packed:
-            first = tokens // 3 + index % 5
+            first = (10 * index + tokens // 2) % tokens if run.uneven else tokens // 3 + index % 5
             item["position_ids"] = torch.cat([torch.arange(first), torch.arange(tokens - first)])
         if run.padded or run.growing:
             padding = index % 4 if run.padded else index % 2 * max(2 - index // run.batch, 0)

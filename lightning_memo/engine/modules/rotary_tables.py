@@ -1,8 +1,8 @@
-"""Rotary tables whose frequencies depend on the sequence length, for forwards that see only some of the tokens.
+"""Rotary tables whose frequencies depend on the sequence length, for forwards that see only a part of the batch.
 
 transformers chooses the frequencies of "dynamic" and "longrope" in each forward of the rotary module by the largest
 position, and keeps those of "dynamic" for later forwards. Therefore the largest position of the batch is appended to
-the positions of a part of the tokens: the module then chooses and keeps the frequencies of the whole batch.
+the positions of some of the tokens or rows: the module then chooses and keeps the frequencies of the whole batch.
 """
 
 from __future__ import annotations
@@ -69,9 +69,12 @@ def _rotate_part(
 ) -> Any:
     """Replaces the forward of a rotary module: tables `[..., tokens, features]` of positions `[..., tokens]`."""
     layout = current.layout
-    if layout is None:
+    if layout is not None:
+        largest = layout.tokens - 1 if layout.largest_position is None else layout.largest_position
+    elif current.largest_position is not None:
+        largest = current.largest_position()
+    else:
         return forward(x, position_ids, *args, **kwargs)
-    largest = layout.tokens - 1 if layout.largest_position is None else layout.largest_position
     last = position_ids.new_full((*position_ids.shape[:-1], 1), largest)
     tables = forward(x, torch.cat([position_ids, last], -1), *args, **kwargs)
     return tree_map(lambda t: t[..., :-1, :].contiguous(), tables)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memo.parallel.batches.current_layout import CurrentLayout
+from lightning_memo.parallel.batches.positions import largest_position
 from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.parallel.pipeline.batch_rows import batch_size, micro_batches_of
 from lightning_memo.parallel.pipeline.held_gradients import HeldGradients
@@ -142,6 +143,11 @@ class PipelinedModel:
         arguments = dict(zip(inspect.signature(forward).parameters, args, strict=False)) | kwargs
         self._check(arguments)
         micro_batches = micro_batches_of(arguments, self._micro_batch_size)
+        whole = functools.partial(largest_position, arguments, batch_size(arguments)[1])
+        with self._current.of_rows(functools.cache(whole)):
+            return self._run_batch(forward, micro_batches)
+
+    def _run_batch(self, forward: Callable[..., Any], micro_batches: Sequence[dict[str, Any]]) -> PipelineOutput:
         run = functools.partial(self._run_action, forward, micro_batches, self._current.layout)
         self._alive.clear()
         self._messages.begin(() if self._current.layout is None else self._current.layout.bounds)

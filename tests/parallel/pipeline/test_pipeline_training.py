@@ -114,6 +114,13 @@ def test_rows_of_other_kinds(lengths: tuple[int, ...], padded: bool, packed: boo
     check(run, {"alpha": 0.5})
 
 
+@slow_if(lambda family: family != "gemma3_dynamic_rope")
+@pytest.mark.parametrize("family", ["llama_dynamic_rope", "phi3_longrope", "gemma3_dynamic_rope"])
+def test_rotary_frequencies_are_those_of_the_whole_batch(family: str) -> None:
+    """They depend on the largest position of all rows, and micro-batches have other ones."""
+    check(Run(family=family, tokens=48, packed=True, uneven=True, batch=4, layers=4), {"alpha": 0.5})
+
+
 @slow_if(lambda case_id: case_id == "2")
 @pytest.mark.parametrize("micro_batch_size", [2, 3])
 def test_micro_batches_of_several_rows(micro_batch_size: int) -> None:
