@@ -64,7 +64,7 @@ class Pipeline:
     @property
     def in_flight(self) -> int:
         """Largest number of micro-batches of this stage that are in flight."""
-        return most_in_flight(self.stage, self._sizes.pipeline)
+        return sum(most_in_flight(self.stage, self._sizes.pipeline))
 
     def divide(self, module: nn.Module) -> None:
         """Take the weights of other stages out of a module.

@@ -29,7 +29,7 @@ from lightning_memo.parallel.pipeline.stage_order import (
     StageAction,
     forwards_only,
     one_by_one,
-    one_forward_one_backward,
+    training_order,
 )
 from lightning_memo.parallel.zero.unreduced_gradients import UnreducedGradient
 from lightning_memo.utils.class_names import class_name
@@ -152,7 +152,7 @@ class PipelinedModel:
         self._alive.clear()
         self._messages.begin(() if self._current.layout is None else self._current.layout.bounds)
         if not torch.is_grad_enabled():
-            return PipelineOutput(self._run(forwards_only(len(micro_batches)), run))
+            return PipelineOutput(self._run(forwards_only(len(micro_batches), self._messages.stages), run))
         alone = self._profiles(micro_batches[0])
         order = one_by_one(len(micro_batches)) if alone else self._order(len(micro_batches))
         held = HeldGradients(self._gradients)
@@ -180,7 +180,7 @@ class PipelinedModel:
                 )
 
     def _order(self, micro_batches: int) -> list[StageAction]:
-        return one_forward_one_backward(self._messages.stage, self._messages.stages, micro_batches)
+        return training_order(self._messages.stage, self._messages.stages, micro_batches)
 
     def _profiles(self, micro_batch: dict[str, Any]) -> bool:
         """Return whether any process has to profile a micro-batch. Then all of them run one at a time."""
