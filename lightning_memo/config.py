@@ -71,6 +71,7 @@ class MemoConfig:
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    virtual_pipeline_size: int = 1
     pipeline_layers: Sequence[int] | None = None
     micro_batch_size: int = 1
     zero_stage: int = 0
@@ -185,6 +186,7 @@ class MemoConfig:
 
     def _check_pipeline(self) -> None:
         _check_count("pipeline_parallel_size", self.pipeline_parallel_size)
+        _check_count("virtual_pipeline_size", self.virtual_pipeline_size)
         if type(self.micro_batch_size) is not int or self.micro_batch_size < 1:
             raise ValueError(
                 f"micro_batch_size={self.micro_batch_size!r} is not a number of rows: give an integer of at least 1"
@@ -196,18 +198,19 @@ class MemoConfig:
                 f"pipeline_layers={layers!r} is not a list of numbers of layers: give a number of at least 1 for each "
                 "stage, like [17, 15], or None"
             )
-        stages = self.pipeline_parallel_size
+        stages, every = self.pipeline_parallel_size, self.pipeline_parallel_size * self.virtual_pipeline_size
         if stages == 1:
-            for name, default in (("pipeline_layers", None), ("micro_batch_size", 1)):
+            for name, default in (("virtual_pipeline_size", 1), ("pipeline_layers", None), ("micro_batch_size", 1)):
                 if getattr(self, name) != default:
                     raise ValueError(
                         f"{name}={getattr(self, name)!r} is for a pipeline, and pipeline_parallel_size=1 is none: set "
                         f"pipeline_parallel_size, or {name}={default}"
                     )
             return
-        if layers is not None and len(layers) != stages:
+        if layers is not None and len(layers) != every:
             raise ValueError(
-                f"pipeline_layers={list(layers)} contradicts pipeline_parallel_size={stages}: give {stages} numbers"
+                f"pipeline_layers={list(layers)} contradicts pipeline_parallel_size={stages} x virtual_pipeline_size="
+                f"{self.virtual_pipeline_size}: give {every} numbers"
             )
         self._check_beside(_ALLOWED_IN_PIPELINES, f"pipeline_parallel_size={stages}", "pipeline_parallel_size=1")
 

@@ -53,7 +53,9 @@ class MemoStrategy(DistributedStrategy):
             layer. Tokens are sent to the processes that hold their experts, and back.
         pipeline_parallel_size: Number of stages of a pipeline, each with some of the layers. The rows of a batch pass
             through them in micro-batches.
-        pipeline_layers: Number of layers of each stage. `None` divides them by their weights, and those of the head.
+        virtual_pipeline_size: Number of blocks of layers of each stage. Micro-batches pass through all stages once for
+            each, and stages wait less for each other (Megatron's interleaved pipelines).
+        pipeline_layers: Number of layers of each block, in order. `None` divides them by their weights, and the head's.
         micro_batch_size: Number of rows of a batch that a stage of a pipeline computes at once.
         zero_stage: ZeRO stage, by FSDP2: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
         zero_shard_size: With `zero_stage=3`, number of neighbouring processes, such as those of a node, over which
@@ -138,6 +140,7 @@ class MemoStrategy(DistributedStrategy):
         tensor_parallel_size: int = 1,
         expert_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
+        virtual_pipeline_size: int = 1,
         pipeline_layers: Sequence[int] | None = None,
         micro_batch_size: int = 1,
         zero_stage: int = 0,

@@ -107,19 +107,17 @@ def across_stages(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh[PIPELINE].get_group()
 
 
-def pipeline_groups(mesh: DeviceMesh, timeout: timedelta) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Returns two groups of the ranks that are the stages of this rank's pipeline, in order."""
-    return _pipeline_groups(dist.group.WORLD, mesh, timeout)
+def pipeline_groups(mesh: DeviceMesh, timeout: timedelta, groups: int) -> tuple[dist.ProcessGroup, ...]:
+    """Returns several groups of the ranks that are the stages of this rank's pipeline, in order."""
+    return _pipeline_groups(dist.group.WORLD, mesh, timeout, groups)
 
 
 @functools.cache
 def _pipeline_groups(
-    world: dist.ProcessGroup, mesh: DeviceMesh, timeout: timedelta
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    world: dist.ProcessGroup, mesh: DeviceMesh, timeout: timedelta, groups: int
+) -> tuple[dist.ProcessGroup, ...]:
     everyones = mesh.mesh.movedim(0, -1).flatten(0, -2).tolist()
-    onward, _ = dist.new_subgroups_by_enumeration(everyones, timeout)
-    back, _ = dist.new_subgroups_by_enumeration(everyones, timeout)
-    return onward, back
+    return tuple(dist.new_subgroups_by_enumeration(everyones, timeout)[0] for _ in range(groups))
 
 
 def ends_group(mesh: DeviceMesh, timeout: timedelta) -> dist.ProcessGroup | None:

@@ -18,6 +18,7 @@ class ParallelSizes:
         shards: Number of ranks that divide the tokens between the blocks of a layer: `tensor` with sequence
             parallelism, otherwise 1.
         pipeline: Pipeline-parallel size: number of stages, each with some of the layers.
+        blocks: Number of blocks of layers of each stage.
         expert: Expert-parallel size: number of `data` x `context` ranks that divide the experts of a layer.
     """
 
@@ -27,6 +28,7 @@ class ParallelSizes:
     shards: int = 1
     expert: int = 1
     pipeline: int = 1
+    blocks: int = 1
 
     @property
     def processes(self) -> int:
@@ -46,7 +48,8 @@ class ParallelSizes:
         """Returns a short label, like "dp2-cp2-tp1-zero3"."""
         sequence = "sp" if self.shards > 1 else ""
         expert = f"-ep{self.expert}" if self.expert > 1 else ""
-        stages = f"pp{self.pipeline}-" if self.pipeline > 1 else ""
+        blocks = f"x{self.blocks}" if self.blocks > 1 else ""
+        stages = f"pp{self.pipeline}{blocks}-" if self.pipeline > 1 else ""
         near = f"-shard{zero_shard_size}" if zero_shard_size is not None else ""
         sent = f"-{zero_communication}" if zero_communication != "none" else ""
         return f"{stages}dp{self.data}-cp{self.context}-tp{self.tensor}{sequence}{expert}-zero{zero_stage}{near}{sent}"
@@ -94,6 +97,7 @@ def resolve_sizes(config: MemoConfig, processes: int) -> ParallelSizes:
         shards=tensor if config.sequence_parallel else 1,
         expert=config.expert_parallel_size,
         pipeline=pipeline,
+        blocks=config.virtual_pipeline_size,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lightning_memo.engine import Engine
 
 
@@ -10,22 +12,28 @@ class StageLayers:
 
     Args:
         engine: The engine.
-        in_flight: Largest number of micro-batches in flight.
+        in_flight: Largest number of micro-batches in flight, for each block of layers of the stage.
     """
 
-    def __init__(self, engine: Engine, in_flight: int) -> None:
+    def __init__(self, engine: Engine, in_flight: Sequence[int]) -> None:
         self._engine = engine
-        engine.micro_batches.in_flight = in_flight
+        engine.micro_batches.in_flight = tuple(in_flight)
 
     def profiles(self, batch: int, tokens: int) -> bool:
         """Return whether a micro-batch is going to be profiled; see `Engine.profiles`."""
         return self._engine.profiles(batch, tokens)
 
-    def begin_micro_batch(self, number: int, alone: bool) -> None:
-        """Begin or continue a micro-batch.
+    def begin_micro_batch(self, number: int, block: int, backward: bool, alone: bool) -> None:
+        """Begin the forward or the backward of a micro-batch through a block of layers.
 
         Args:
             number: Its number in the batch.
+            block: Number of the block of layers among those of the stage.
+            backward: Whether the backward begins.
             alone: Whether no other one is in flight.
         """
-        self._engine.micro_batches.begin(number, None if alone else self._engine.swap)
+        micro_batches = self._engine.micro_batches
+        if alone:
+            micro_batches.begin_alone(block, backward)
+        else:
+            micro_batches.begin(number, block, self._engine.swap)

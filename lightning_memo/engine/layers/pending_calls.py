@@ -6,10 +6,14 @@ a backward in turn. A plan has a range of layer calls for each micro-batch in fl
 the `n` layers, for a micro-batch whose number leaves the remainder `m`. A micro-batch takes the range, with its host
 slots, of the one whose backward has ended. Rounding buffers are shared: all slots of a forward leave the device, so
 that the backward of another micro-batch can fetch its own.
+
+A stage may have several blocks of layers, between which a micro-batch passes through other stages. Each block has its
+own number of micro-batches in flight, and so its own ranges, behind those of the blocks before it.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator
 from typing import Protocol
@@ -17,6 +21,7 @@ from typing import Protocol
 import torch
 
 from lightning_memo.artifacts.swap_plan import SwapPlan
+from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.saved_tensors.offload_group import ALL_POSITIONS, OffloadGroups
 
 
@@ -86,23 +91,49 @@ class MicroBatches:
         groups: Their offload groups.
 
     Attributes:
-        in_flight: Largest number of micro-batches whose layer calls are alive at once; `None` without a pipeline.
+        in_flight: For each block of layers, the largest number of micro-batches whose layer calls are alive at once;
+            `None` without a pipeline.
     """
 
     def __init__(self, calls: PendingCalls, groups: OffloadGroups) -> None:
-        self.in_flight: int | None = None
+        self.in_flight: tuple[int, ...] | None = None
+        self._first_calls: dict[int, int] = {}
+        self._calls_of: list[int] = []
         self._calls, self._groups = calls, groups
 
-    def begin(self, number: int, swap: SwapPlan | None) -> None:
-        """Begin or continue the forward or the backward of a micro-batch.
+    def begin_alone(self, block: int, backward: bool) -> None:
+        """Begin the forward or the backward of a micro-batch, while no other one is in flight.
+
+        Args:
+            block: Number of the block of layers.
+            backward: Whether the backward begins.
+        """
+        self._begin(ALL_POSITIONS)
+        if not backward:
+            self._first_calls[block] = self._calls.next_key
+
+    def repeat(self, profile: StepProfile) -> None:
+        """Let the profile of a micro-batch that ran alone stand for all in flight."""
+        assert self.in_flight is not None
+        stops = [*(self._first_calls[block] for block in range(len(self.in_flight))), len(profile.calls)]
+        self._calls_of = [stop - start for start, stop in itertools.pairwise(stops)]
+        profile.repeat(zip(self._calls_of, self.in_flight, strict=True))
+
+    def begin(self, number: int, block: int, swap: SwapPlan | None) -> None:
+        """Begin or continue the forward or the backward of a micro-batch through a block of layers.
 
         Args:
             number: Number of the micro-batch in its batch. Micro-batches end in the order in which they began.
-            swap: The plan by which its layers run; `None` if only one micro-batch is in flight.
+            block: Number of the block of layers.
+            swap: The plan by which its layers run.
         """
         positions = ALL_POSITIONS
         if swap is not None and self.in_flight is not None:
-            calls, lane = -(-swap.calls // self.in_flight), number % self.in_flight
-            positions = range(lane * calls, (lane + 1) * calls)
+            before = sum(c * n for c, n in zip(self._calls_of[:block], self.in_flight, strict=False))
+            calls, lane = self._calls_of[block], number % self.in_flight[block]
+            positions = range(before + lane * calls, before + (lane + 1) * calls)
+        self._begin(positions)
+
+    def _begin(self, positions: range) -> None:
         self._calls.begin(positions)
         self._groups.begin(positions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -156,10 +157,15 @@ class StepProfile:
                 call.tokens = call.tokens * longer // self.tokens
             self.tokens = longer
 
-    def repeat(self, times: int) -> None:
-        """Let the profile of one micro-batch stand for several, whose calls are alive at once, one after another."""
-        of_one = self.in_order()
-        self.calls = dict(enumerate(of_one * times))
+    def repeat(self, blocks: Iterable[tuple[int, int]]) -> None:
+        """Let the profile of one micro-batch stand for several, whose calls are alive at once, one after another.
+
+        Args:
+            blocks: For each block of layers, its number of calls, and of micro-batches whose calls are alive.
+        """
+        of_one = iter(self.in_order())
+        repeated = [list(itertools.islice(of_one, calls)) * times for calls, times in blocks]
+        self.calls = dict(enumerate(itertools.chain(*repeated)))
 
     def resize(self, index: int, batch: int, tokens: int, slice_tokens: int) -> None:
         """Note the size of a layer call. Layers of several stacks get different numbers of tokens.

@@ -57,17 +57,16 @@ def names_of_parameters(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, 
     return names
 
 
-def names_of_all(names: Mapping[Tensor, str], optimizer: Optimizer) -> list[list[str]]:
-    """Returns the names of the parameters of each group on all ranks, in the order of a single process.
+def names_of_all(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """Returns the names of the parameters of each group on all ranks. All ranks call this.
 
-    Stages of a pipeline have different parameters. All ranks call this.
-
-    Args:
-        names: Names of this rank's parameters.
-        optimizer: The optimizer of this rank.
+    The order is that of the optimizer, or that of the model if stages of a pipeline have different parameters.
     """
+    whole: WholeNames | None = getattr(model, WHOLE_NAMES, None)
+    names = names_of_parameters(model, optimizer)
     everyones = gather([[names[p] for p in group["params"]] for group in optimizer.param_groups])
-    return [list(dict.fromkeys(itertools.chain(*of_group))) for of_group in zip(*everyones, strict=True)]
+    groups = [list(dict.fromkeys(itertools.chain(*of_group))) for of_group in zip(*everyones, strict=True)]
+    return groups if whole is None else [sorted(group, key=whole.in_order.index) for group in groups]
 
 
 def check_order(path: Path, model: nn.Module, optimizer: Optimizer) -> None:

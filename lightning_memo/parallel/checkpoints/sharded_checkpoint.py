@@ -51,7 +51,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         ValueError: The optimizer has a parameter that is not the model's.
     """
     names = names_of_parameters(model, optimizer)
-    everyones = names_of_all(names, optimizer)
+    everyones = names_of_all(model, optimizer)
     groups = [{**group, "params": of_all} for group, of_all in zip(optimizer.param_groups, everyones, strict=True)]
     return {"state": {names[p]: dict(state) for p, state in optimizer.state.items()}, "param_groups": groups}
 
@@ -110,7 +110,7 @@ def load_sharded(
     """
     found = on_first_rank(lambda: existing_checkpoint(path))
     sizes = {name: size for own in gather(tensor_sizes(get_model_state_dict(model))) for name, size in own.items()}
-    groups = [names_of_all(names_of_parameters(model, optimizer), optimizer) for optimizer in optimizers]
+    groups = [names_of_all(model, optimizer) for optimizer in optimizers]
     return on_every_rank(
         lambda: _read(found, model, sizes, list(zip(optimizers, groups, strict=True)), strict, weights_only)
     )

@@ -54,17 +54,16 @@ class Pipeline:
     ) -> None:
         self._config, self._sizes, self._device, self._current = config, sizes, device, current_layout
         self._readers = readers_group(mesh, timeout)
-        onward, back = pipeline_groups(mesh, timeout)
-        self._messages = StageMessages(onward, back, device)
+        self._messages = StageMessages(pipeline_groups(mesh, timeout, 2 if sizes.blocks == 1 else 4), device)
         self.stage = self._messages.stage
         self._tied = TiedWeights(ends_group(mesh, timeout))
         self._run: PipelinedModel | None = None
         self._gradients: Gradients = {}
 
     @property
-    def in_flight(self) -> int:
-        """Largest number of micro-batches of this stage that are in flight."""
-        return sum(most_in_flight(self.stage, self._sizes.pipeline))
+    def in_flight(self) -> tuple[int, ...]:
+        """Largest number of micro-batches that are in flight, for each block of layers of this stage."""
+        return most_in_flight(self.stage, self._sizes.pipeline, self._sizes.blocks)
 
     def divide(self, module: nn.Module) -> None:
         """Take the weights of other stages out of a module.
@@ -73,10 +72,10 @@ class Pipeline:
             ValueError: The module cannot be divided over the stages.
         """
         staged = StagedModel.of(module, self._config.layers)
-        counts = staged.divide(self._sizes.pipeline, self._config.pipeline_layers)
+        counts = staged.divide(self._sizes.pipeline, self._sizes.blocks, self._config.pipeline_layers)
         self._tied.find(staged, self.stage, self._sizes.pipeline)
         setattr(module, WHOLE_NAMES, WholeNames.of(module))
-        setattr(staged.model, STAGE, staged.keep(self.stage, counts))
+        setattr(staged.model, STAGE, staged.keep(self.stage, self._sizes.pipeline, counts))
 
     def run_of(self, module: nn.Module) -> tuple[nn.Module, PipelinedModel]:
         """Return the model inside of a divided module, and what is to be called in place of its forward."""

@@ -49,11 +49,13 @@ class StageEngine(Protocol):
             tokens: Number of tokens of each of them that this process holds between the blocks of a layer.
         """
 
-    def begin_micro_batch(self, number: int, alone: bool) -> None:
-        """Begin or continue a micro-batch.
+    def begin_micro_batch(self, number: int, block: int, backward: bool, alone: bool) -> None:
+        """Begin the forward or the backward of a micro-batch through a block of layers.
 
         Args:
             number: Its number in the batch.
+            block: Number of the block of layers among those of the stage.
+            backward: Whether the backward begins.
             alone: Whether no other one is in flight.
         """
 
@@ -124,15 +126,20 @@ class PipelinedModel:
         self.engine: StageEngine | None = None
         self.before_backward: Callable[[], None] = lambda: None
         self.drops_gradients: Callable[[], bool] = lambda: False
-        self._alive: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._alive: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
 
     @property
-    def is_first(self) -> bool:
-        return self._messages.stage == 0
+    def _sizes(self) -> tuple[int, int]:
+        """Number of stages, and of blocks of layers of each."""
+        return self._messages.stages, self._forward.blocks
 
-    @property
-    def is_last(self) -> bool:
-        return self._messages.stage == self._messages.stages - 1
+    def _begins(self, action: StageAction) -> bool:
+        """Return whether the block of layers is the first one of all."""
+        return self._messages.stage == 0 and action.block == 0
+
+    def _ends(self, action: StageAction) -> bool:
+        """Return whether the block of layers is the last one of all, and the loss comes behind it."""
+        return self._messages.is_last and action.block == self._forward.blocks - 1
 
     def __call__(self, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> PipelineOutput:
         """Run a call of the model, in place of its own forward.
@@ -152,9 +159,9 @@ class PipelinedModel:
         self._alive.clear()
         self._messages.begin(() if self._current.layout is None else self._current.layout.bounds)
         if not torch.is_grad_enabled():
-            return PipelineOutput(self._run(forwards_only(len(micro_batches), self._messages.stages), run))
+            return PipelineOutput(self._run(forwards_only(len(micro_batches), *self._sizes), run))
         alone = self._profiles(micro_batches[0])
-        order = one_by_one(len(micro_batches)) if alone else self._order(len(micro_batches))
+        order = one_by_one(len(micro_batches), self._forward.blocks) if alone else self._order(len(micro_batches))
         held = HeldGradients(self._gradients)
         if self.drops_gradients():
             for place in self._gradients:
@@ -180,7 +187,8 @@ class PipelinedModel:
                 )
 
     def _order(self, micro_batches: int) -> list[StageAction]:
-        return training_order(self._messages.stage, self._messages.stages, micro_batches)
+        stages, blocks = self._sizes
+        return training_order(self._messages.stage, stages, micro_batches, blocks)
 
     def _profiles(self, micro_batch: dict[str, Any]) -> bool:
         """Return whether any process has to profile a micro-batch. Then all of them run one at a time."""
@@ -193,8 +201,9 @@ class PipelinedModel:
     def _run(self, order: Sequence[StageAction], run: Callable[[StageAction], Tensor | None]) -> Tensor:
         """Run the forwards and backwards of a batch, and return its loss."""
         losses = []
+        first_backward = next((action for action in order if action.backward), None)
         for action in order:
-            if action.backward and action.micro_batch == 0:
+            if action == first_backward:
                 self.before_backward()
             loss = run(action)
             if loss is not None:
@@ -213,26 +222,28 @@ class PipelinedModel:
     ) -> Tensor | None:
         """Run a forward or a backward. Returns the loss of a forward on the last stage."""
         if self.engine is not None and torch.is_grad_enabled():
-            self.engine.begin_micro_batch(action.micro_batch, alone)
+            self.engine.begin_micro_batch(action.micro_batch, action.block, action.backward, alone)
         arguments = micro_batches[action.micro_batch]
         rows, _ = batch_size(arguments)
         # A recomputation in the backward reads the layout, too.
         self._current.layout = None if layout is None else layout.of_rows(action.micro_batch * rows, rows)
         try:
             if not action.backward:
-                return self._run_forward(forward, arguments, action.micro_batch)
-            self._run_backward(action.micro_batch)
+                return self._run_forward(forward, arguments, action)
+            self._run_backward(action)
             return None
         finally:
             self._current.layout = layout
 
-    def _run_forward(self, forward: Callable[..., Any], arguments: dict[str, Any], number: int) -> Tensor | None:
-        received = None if self.is_first else self._messages.receive_hidden()
+    def _run_forward(
+        self, forward: Callable[..., Any], arguments: dict[str, Any], action: StageAction
+    ) -> Tensor | None:
+        received = None if self._begins(action) else self._messages.receive_hidden()
         if received is not None and torch.is_grad_enabled():
             received.requires_grad_()
         loss = None
         try:
-            with self._forward.running(received):
+            with self._forward.running(received, action.block):
                 loss = forward(**arguments).loss
         except StageEndError as end:
             hidden = end.hidden
@@ -240,12 +251,12 @@ class PipelinedModel:
         if loss is not None:
             hidden = loss
         if torch.is_grad_enabled():
-            self._alive[number] = hidden, received
+            self._alive[action.micro_batch, action.block] = hidden, received
         return None if loss is None else loss.detach()
 
-    def _run_backward(self, number: int) -> None:
-        hidden, received = self._alive.pop(number)
-        gradient = None if self.is_last else self._messages.receive_gradient(hidden)
+    def _run_backward(self, action: StageAction) -> None:
+        hidden, received = self._alive.pop((action.micro_batch, action.block))
+        gradient = None if self._ends(action) else self._messages.receive_gradient(hidden)
         if hidden.requires_grad:
             torch.autograd.backward(hidden, gradient)
         if received is not None:

@@ -5,13 +5,15 @@ Each stage calls the forward of the whole model. Modules of other stages have lo
 this file. Layers before those of the stage return their input, and embeddings return NaN of the right shape. The first
 layer of the stage gets what the stage before has sent in place of its input. The first layer behind those of the stage
 ends the forward: its input is sent to the next stage. Masks and positions are thus computed on each stage by the model.
-A forward that does anything else with what other stages compute is refused, or gives NaN.
+If a stage has several blocks of layers, a forward runs one of them. Own modules before this block are replaced for as
+long as the forward runs, by stand-ins that do what those of other stages do. A forward that does anything else with
+what other stages compute is refused, or gives NaN.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,25 +40,57 @@ class StageForward:
 
     Args:
         model: Name of the model, for messages.
+        starts: Number of the first layer of each block of layers of the stage.
     """
 
-    def __init__(self, model: str) -> None:
-        self._model = model
+    def __init__(self, model: str, starts: Sequence[int]) -> None:
+        self._model, self._starts = model, starts
+        self._start = starts[0]
         self._runs = self._in_layers = False
+        self._stand_ins: list[tuple[int, nn.Module, str, nn.Module]] = []
         self._received: Tensor | None = None
 
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of layers of the stage."""
+        return len(self._starts)
+
+    def add_stand_in(self, number: int, parent: nn.Module, name: str, stand_in: nn.Module) -> None:
+        """Add what replaces a child of a module in forwards of blocks behind it.
+
+        Args:
+            number: Number of the child among the layers; -1 for a module before them.
+            parent: The module.
+            name: Name of the child in it.
+            stand_in: What replaces it.
+        """
+        self._stand_ins.append((number, parent, name, stand_in))
+
     @contextlib.contextmanager
-    def running(self, received: Tensor | None) -> Iterator[None]:
+    def running(self, received: Tensor | None, block: int) -> Iterator[None]:
         """Within this context the model's forward runs.
 
         Args:
-            received: What the stage before has sent; `None` on the first stage.
+            received: What the stage before has sent; `None` for the first block of all.
+            block: Number of the block of layers that runs.
         """
         self._runs, self._in_layers, self._received = True, False, received
+        self._start = self._starts[block]
+        replaced: list[tuple[nn.Module, str, nn.Module]] = []
         try:
+            for number, parent, name, stand_in in self._stand_ins if block > 0 else ():
+                if number < self._start:
+                    replaced.append((parent, name, parent.get_submodule(name)))
+                    parent._modules[name] = stand_in
             yield
         finally:
+            for parent, name, module in replaced:
+                parent._modules[name] = module
             self._runs, self._received = False, None
+
+    def is_behind(self, number: int) -> bool:
+        """Return whether a layer, by its number, comes behind the first one of the block that runs."""
+        return number > self._start
 
     def before_layers(self, module: nn.Module) -> Tensor:
         """Return what the stage before has sent, where a module of an earlier stage is called.
@@ -147,21 +181,19 @@ class AbsentModule:
 
 
 class AbsentLayer:
-    """The forward of a layer of an earlier stage, which returns its input."""
+    """The forward of a layer of another stage. It returns its input, or ends the forward behind the layers of this one.
 
-    def __init__(self, forward: StageForward, layer: nn.Module) -> None:
-        self._forward, self._layer = forward, layer
+    Args:
+        forward: The forward of the stage.
+        module: The layer, or a module behind all layers.
+        number: Its number among the layers.
+    """
 
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self._forward.before_layers(self._layer)
+    def __init__(self, forward: StageForward, module: nn.Module, number: int) -> None:
+        self._forward, self._module, self._number = forward, module, number
+
+    def __call__(self, hidden_states: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if self._forward.is_behind(self._number):
+            self._forward.end(self._module, hidden_states)
+        self._forward.before_layers(self._module)
         return hidden_states
-
-
-class NextLayer:
-    """The forward of a module of a later stage, which ends the forward of this one."""
-
-    def __init__(self, forward: StageForward, module: nn.Module) -> None:
-        self._forward, self._module = forward, module
-
-    def __call__(self, hidden_states: Any = None, *args: Any, **kwargs: Any) -> None:
-        self._forward.end(self._module, hidden_states)

@@ -15,25 +15,31 @@ _MOST_DIMS: Final = 6
 
 
 class StageMessages:
-    """Point-to-point messages between neighbouring stages.
+    """Point-to-point messages between neighbouring stages. With several blocks of layers, the stages are a ring.
 
     Sends do not wait; a message is received when it is asked for. NCCL sends what two ranks of a group send each other
     one after the other, so that gradients have a group of their own: a stage that sends a hidden state and waits for a
-    gradient, and its neighbour that does the opposite, would wait for each other.
+    gradient, and its neighbour that does the opposite, would wait for each other. For the same reason, so have messages
+    between the last stage and the first one, which are neighbours in both directions if there are two stages.
 
     Args:
-        onward: The stages, in order, for hidden states.
-        back: The same stages, for gradients.
+        groups: Groups of the stages, in order: for hidden states and for gradients, and, with several blocks of layers,
+            for those between the last stage and the first one.
         device: Device of this process.
     """
 
-    def __init__(self, onward: dist.ProcessGroup, back: dist.ProcessGroup, device: torch.device) -> None:
-        self._onward, self._back, self.device = onward, back, device
-        self.stages, self.stage = dist.get_world_size(onward), dist.get_rank(onward)
+    def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+        (self._onward, self._back), (self._around, self._around_back) = groups[:2], groups[-2:]
+        self.device = device
+        self.stages, self.stage = dist.get_world_size(self._onward), dist.get_rank(self._onward)
         self._sending: list[tuple[dist.Work, Tensor]] = []
         self._shape: torch.Size | None = None
         self._dtype = torch.float32
         self._tells_shape, self._order = True, 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.stages - 1
 
     def begin(self, bounds: Sequence[int] = ()) -> None:
         """Begin a batch, whose hidden states all have one shape. The first message says which.
@@ -47,12 +53,13 @@ class StageMessages:
     def send_hidden(self, hidden: Tensor) -> None:
         """Begin to send the output of this stage's layers for a micro-batch to the next stage."""
         hidden = hidden.detach().contiguous()
+        group = self._around if self.is_last else self._onward
         if self._tells_shape:
             self._tells_shape = False
             described = [self._order, _DTYPES.index(hidden.dtype), hidden.dim(), *hidden.shape]
             described += [0] * (3 + _MOST_DIMS - len(described))
-            self._send(torch.tensor(described, device=self.device), self._onward, self.stage + 1)
-        self._send(hidden, self._onward, self.stage + 1)
+            self._send(torch.tensor(described, device=self.device), group, self.stage + 1)
+        self._send(hidden, group, self.stage + 1)
 
     def receive_hidden(self) -> Tensor:
         """Return the input of this stage's layers for the next micro-batch, from the stage before.
@@ -60,9 +67,10 @@ class StageMessages:
         Raises:
             RuntimeError: The stage before has the tokens of the batch in another order.
         """
+        group = self._onward if self.stage > 0 else self._around
         if self._shape is None:
             described = torch.empty(3 + _MOST_DIMS, dtype=torch.int64, device=self.device)
-            dist.recv(described, group=self._onward, group_src=self.stage - 1)
+            self._receive(described, group, self.stage - 1)
             order, dtype, dims, *sizes = described.tolist()
             if order != self._order:
                 raise RuntimeError(
@@ -71,17 +79,17 @@ class StageMessages:
                 )
             self._shape, self._dtype = torch.Size(sizes[:dims]), _DTYPES[dtype]
         hidden = torch.empty(self._shape, dtype=self._dtype, device=self.device)
-        dist.recv(hidden, group=self._onward, group_src=self.stage - 1)
+        self._receive(hidden, group, self.stage - 1)
         return hidden
 
     def send_gradient(self, gradient: Tensor) -> None:
         """Begin to send the gradient of the input of this stage's layers to the stage before."""
-        self._send(gradient.contiguous(), self._back, self.stage - 1)
+        self._send(gradient.contiguous(), self._back if self.stage > 0 else self._around_back, self.stage - 1)
 
     def receive_gradient(self, hidden: Tensor) -> Tensor:
         """Return the gradient of an output of this stage's layers, from the next stage."""
         gradient = torch.empty(hidden.shape, dtype=hidden.dtype, device=self.device)
-        dist.recv(gradient, group=self._back, group_src=self.stage + 1)
+        self._receive(gradient, self._around_back if self.is_last else self._back, self.stage + 1)
         return gradient
 
     def share_from_last(self, value: Tensor) -> Tensor:
@@ -95,7 +103,10 @@ class StageMessages:
             work.wait()
         self._sending.clear()
 
+    def _receive(self, t: Tensor, group: dist.ProcessGroup, of: int) -> None:
+        dist.recv(t, group=group, group_src=of % self.stages)
+
     def _send(self, t: Tensor, group: dist.ProcessGroup, to: int) -> None:
         self._sending = [(work, sent) for work, sent in self._sending if not work.is_completed()]
-        if (work := dist.isend(t, group=group, group_dst=to)) is not None:
+        if (work := dist.isend(t, group=group, group_dst=to % self.stages)) is not None:
             self._sending.append((work, t))  # which must live until it is sent

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
 from lightning_memo.parallel.batches.loss_arguments import takes_loss_arguments
 from lightning_memo.parallel.pipeline.divide_layers import divide_layers
-from lightning_memo.parallel.pipeline.stage_forward import AbsentLayer, AbsentModule, NextLayer, StageForward
+from lightning_memo.parallel.pipeline.stage_forward import AbsentLayer, AbsentModule, StageForward
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face, find_text_model, select_stacks
+
+_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -64,70 +67,85 @@ class StagedModel:
         first = {id(p) for m in self.before for p in m.parameters(recurse=False)}
         return any(id(p) in first for m in self.after for p in m.parameters(recurse=False))
 
-    def divide(self, stages: int, given: Sequence[int] | None) -> tuple[int, ...]:
-        """Return the number of layers of each stage.
+    def divide(self, stages: int, blocks: int, given: Sequence[int] | None) -> tuple[int, ...]:
+        """Return the number of layers of each block, in the order in which a micro-batch passes through them.
 
         Without numbers, layers are divided by their weights, each of which is a multiplication for each token. The
-        weights behind the layers (the head) count for the last stage; an embedding costs nothing.
+        weights behind the layers (the head) count for the last block; an embedding costs nothing.
 
         Args:
             stages: Number of stages.
+            blocks: Number of blocks of each stage.
             given: The numbers that the user gives; `None` to divide by cost.
 
         Raises:
-            ValueError: There are more stages than layers, other numbers are given, or a stage has nothing to train.
+            ValueError: There are more blocks than layers, other numbers are given, or a stage has nothing to train.
         """
-        count = len(self.layers)
-        if given is not None and (len(given) != stages or sum(given) != count):
+        count, every = len(self.layers), stages * blocks
+        if given is not None and (len(given) != every or sum(given) != count):
             raise ValueError(
                 f"pipeline_layers={list(given)} does not divide the {count} layers of {class_name(self.model)} over "
-                f"pipeline_parallel_size={stages}: give {stages} numbers whose sum is {count}, or None"
+                f"pipeline_parallel_size={stages} x virtual_pipeline_size={blocks}: give {every} numbers whose sum is "
+                f"{count}, or None"
             )
-        if stages > count:
+        if every > count:
             raise ValueError(
-                f"pipeline_parallel_size={stages} is more than the {count} layers of {class_name(self.model)}: give at "
-                f"most {count}"
+                f"pipeline_parallel_size={stages} x virtual_pipeline_size={blocks} is more than the {count} layers of "
+                f"{class_name(self.model)}: give at most {count} blocks of layers"
             )
         head = float(sum(p.numel() for m in self.after for p in m.parameters(recurse=False)))
         costs = [float(sum(p.numel() for p in layer.parameters())) for layer in self.layers]
-        counts = tuple(given) if given is not None else divide_layers(costs, stages, after=head)
-        self._check_trained(counts)
+        counts = tuple(given) if given is not None else divide_layers(costs, every, after=head)
+        self._check_trained(stages, counts)
         return counts
 
-    def _check_trained(self, counts: Sequence[int]) -> None:
-        stops = [0, *itertools.accumulate(counts)]
-        parts: list[list[nn.Module]] = [list(self.layers[a:b]) for a, b in itertools.pairwise(stops)]
+    def _check_trained(self, stages: int, counts: Sequence[int]) -> None:
+        starts = [0, *itertools.accumulate(counts)]
+        parts: list[list[nn.Module]] = [[] for _ in range(stages)]
+        for block, (a, b) in enumerate(itertools.pairwise(starts)):
+            parts[block % stages] += self.layers[a:b]
+        layers = [len(part) for part in parts]
         parts[0] += self.before
         parts[-1] += self.after
         trained = [any(p.requires_grad for m in part for p in m.parameters()) for part in parts]
         if any(trained) and not all(trained):
             stage = trained.index(False)
             raise ValueError(
-                f"pipeline_parallel_size={len(counts)}: stage {stage}, with {counts[stage]} layers of "
+                f"pipeline_parallel_size={stages}: stage {stage}, with {layers[stage]} layers of "
                 f"{class_name(self.model)}, has no weights that are trained, and optimizers need some: give "
                 "pipeline_layers so that each stage has some, or set fewer stages"
             )
 
-    def keep(self, stage: int, counts: Sequence[int]) -> StageForward:
+    def keep(self, stage: int, stages: int, counts: Sequence[int]) -> StageForward:
         """Take the weights of other stages out of the model.
 
         Args:
             stage: Number of the stage that is kept.
-            counts: Number of layers of each stage.
+            stages: Number of stages.
+            counts: Number of layers of each block of all stages.
         """
-        forward = StageForward(class_name(self.model))
-        first = sum(counts[:stage])
-        behind = first + counts[stage]
-        if stage > 0:
-            for m in self.before:
-                dtype = next(m.parameters(recurse=False)).dtype
-                _empty(m, AbsentModule(forward, m, dtype))
-        for layer in self.layers[:first]:
-            _empty(layer, AbsentLayer(forward, layer))
-        for module in (*self.layers[behind:], *(self.after if stage < len(counts) - 1 else ())):
-            _empty(module, NextLayer(forward, module))
-        self.layers[first].register_forward_pre_hook(forward.enter_layers, with_kwargs=True)
+        starts = [0, *itertools.accumulate(counts)]
+        forward = StageForward(class_name(self.model), starts[stage:-1:stages])
+        absent: dict[nn.Module, tuple[int, Any]] = {m: (-1, _absent(forward, m)) for m in self.before}
+        absent |= {layer: (n, AbsentLayer(forward, layer, n)) for n, layer in enumerate(self.layers)}
+        own = {layer for block in range(stage, len(counts), stages) for layer in self._block(starts, block)}
+        own |= {*self.before} if stage == 0 else set()
+        if forward.blocks > 1:
+            for parent, name, m in [(p, name, m) for p in self.model.modules() for name, m in p.named_children()]:
+                if m in own:
+                    number, its_forward = absent[m]
+                    forward.add_stand_in(number, parent, name, _stand_in(m, its_forward))
+        for m, (_, its_forward) in absent.items():
+            if m not in own:
+                _empty(m, its_forward)
+        for m in self.after if stage < stages - 1 else ():
+            _empty(m, AbsentLayer(forward, m, len(self.layers)))
+        for start in starts[stage:-1:stages]:
+            self.layers[start].register_forward_pre_hook(forward.enter_layers, with_kwargs=True)
         return forward
+
+    def _block(self, starts: Sequence[int], block: int) -> tuple[nn.Module, ...]:
+        return self.layers[starts[block] : starts[block + 1]]
 
 
 def _around(model: nn.Module, in_layers: set[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -167,6 +185,19 @@ def _check_parts(
 
 def _has_weights(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
+
+
+def _absent(forward: StageForward, module: nn.Module) -> AbsentModule:
+    return AbsentModule(forward, module, next(module.parameters(recurse=False)).dtype)
+
+
+def _stand_in(module: nn.Module, forward: Any) -> nn.Module:
+    """Return a module with the attributes of another one, without weights, children and hooks, and another forward."""
+    stand_in = copy.copy(module)
+    for table in ("_parameters", "_buffers", "_modules", *_HOOKS):
+        setattr(stand_in, table, type(getattr(module, table))())
+    stand_in.forward = forward
+    return stand_in
 
 
 def _empty(module: nn.Module, forward: Any) -> None:

@@ -175,8 +175,8 @@ class ActivationPlanner(MetersSteps):
                 call.store_exactly()
         # Calls of a later stack may have been larger than this batch's; the size of a batch shows at its first call.
         profile.extend(self._engine.limits.largest)
-        if (in_flight := self._engine.micro_batches.in_flight) is not None:
-            profile.repeat(in_flight)
+        if self._engine.micro_batches.in_flight is not None:
+            self._engine.micro_batches.repeat(profile)
         step = self._measured(profile, step_seconds, first)
         if not self._ranks.world and return_keys(step, self._engine, self._config.alpha):
             return  # the next batch is profiled
@@ -209,8 +209,8 @@ class ActivationPlanner(MetersSteps):
         fixed = state_bytes(run.model, run.optimizers)
         metered, in_flight = self._stop_meter(), engine.micro_batches.in_flight
         working_set = metered or estimated_working_set(profile, None if self.plan is None else self.plan.costs)
-        # The input and the output of a pipeline stage stay on the device for each micro-batch in flight.
-        working_set = working_set.with_more(((in_flight or 1) - 1) * 2 * max(profile.bytes_of("input")))
+        # The input and the output of each block of a pipeline stage stay on the device for each micro-batch in flight.
+        working_set = working_set.with_more((sum(in_flight or (1,)) - 1) * 2 * max(profile.bytes_of("input")))
         arena = None if engine.memory is None else engine.memory.arena
         costs = self._raising_together(
             lambda: measured_layer_costs(
@@ -222,7 +222,7 @@ class ActivationPlanner(MetersSteps):
         return MeasuredStep(
             profile=profile,
             # What a stage does besides its layers is mostly to wait for other stages.
-            costs=costs if in_flight is None else replace(costs, in_flight=in_flight, outside_seconds=0.0),
+            costs=costs if in_flight is None else replace(costs, in_flight=max(in_flight), outside_seconds=0.0),
             budget=replace(limits, device_bytes=int(min(limits.device_bytes, self._most_device_bytes))),
             label=fingerprint(run.model, profile, run.precision, device, self._ranks.parallel),
         )
