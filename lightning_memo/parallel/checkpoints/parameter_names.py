@@ -23,19 +23,20 @@ class WholeNames:
     """Names of the parameters of a module before it lost those of other stages.
 
     Attributes:
-        in_order: The names, in the order of `named_parameters()`.
+        place: The place of each name in the order of `named_parameters()`.
         of_shared: The first name of each weight with several, by its other names. The last stage may keep a tied weight
             under another name than the first one.
     """
 
-    in_order: tuple[str, ...]
+    place: Mapping[str, int]
     of_shared: Mapping[str, str]
 
     @classmethod
     def of(cls, module: nn.Module) -> WholeNames:
         first = {p: name for name, p in module.named_parameters()}
         every = module.named_parameters(remove_duplicate=False)
-        return cls(tuple(map(_bare, first.values())), {name: first[p] for name, p in every if name != first[p]})
+        place = {_bare(name): number for number, name in enumerate(first.values())}
+        return cls(place, {name: first[p] for name, p in every if name != first[p]})
 
 
 def names_of_parameters(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, str]:
@@ -66,7 +67,7 @@ def names_of_all(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     names = names_of_parameters(model, optimizer)
     everyones = gather([[names[p] for p in group["params"]] for group in optimizer.param_groups])
     groups = [list(dict.fromkeys(itertools.chain(*of_group))) for of_group in zip(*everyones, strict=True)]
-    return groups if whole is None else [sorted(group, key=whole.in_order.index) for group in groups]
+    return groups if whole is None else [sorted(group, key=whole.place.__getitem__) for group in groups]
 
 
 def check_order(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
@@ -81,10 +82,10 @@ def check_order(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
     whole: WholeNames | None = getattr(model, WHOLE_NAMES, None)
     if whole is None:
         return
-    names, place = names_of_parameters(model, optimizer), {name: n for n, name in enumerate(whole.in_order)}
+    names = names_of_parameters(model, optimizer)
     tied = {*whole.of_shared.values()}  # which the last stage has in the place of their other name
     for group in optimizer.param_groups:
-        own = [place[names[p]] for p in group["params"] if names[p] not in tied]
+        own = [whole.place[names[p]] for p in group["params"] if names[p] not in tied]
         if own != sorted(own):
             raise ValueError(
                 f"{path}: the file of one process, in which optimizer states have numbers, and the optimizer has its "

@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM
 SAVED_AFTER = 2
 SIZES: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pipeline_parallel_size": 2}),
+    "pp2 v2": (2, {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2}),
+    "pp2 v2 x dp2 zero1": (4, {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "zero_stage": 1}),
     "pp3": (3, {"pipeline_parallel_size": 3, "pipeline_layers": [1, 2, 1]}),
     "one": (1, {}),
     "dp2": (2, {"zero_stage": 3}),
@@ -28,6 +30,8 @@ SIZES: dict[str, tuple[int, dict[str, Any]]] = {
 CHAINS = [
     ("pp2", "one"), ("one", "pp2"), ("pp2", "pp3"), ("pp2", "dp2"), ("dp2", "pp2"), ("pp2", "pp2"),
     ("pp2 x dp2 zero1", "pp2 x tp2"), ("pp2 x tp2", "pp2 x cp2"), ("pp2 x cp2", "pp2 x dp2 zero1"),
+    ("pp2 v2", "one"), ("one", "pp2 v2"), ("pp2 v2", "pp2"), ("pp3", "pp2 v2"), ("pp2 v2", "dp2"), ("dp2", "pp2 v2"),
+    ("one", "pp2 v2 x dp2 zero1"), ("pp2 v2 x dp2 zero1", "pp2 v2"),
     ("pp2 x tp2", "one"), ("one", "pp2 x dp2 zero1"), ("tp2", "pp2 x tp2"),
 ]  # fmt: skip
 
@@ -52,8 +56,8 @@ def _losses(family: str, sizes: str, checkpoint: Path, resume: bool) -> list[flo
     return [sum(losses) / size for losses in zip(*(o.losses for o in outcomes), strict=True)]
 
 
-@slow_if(lambda of, to: (of, to) not in {("pp2", "one"), ("one", "pp2")})
-@pytest.mark.parametrize("family", ["llama_tied"])
+@slow_if(lambda of, to, family: (of, to) not in {("pp2", "one"), ("one", "pp2 v2")} or family != "llama_tied")
+@pytest.mark.parametrize("family", ["llama_tied", "llama_gqa"])
 @pytest.mark.parametrize(("of", "to"), CHAINS)
 def test_goes_on_with_other_sizes(family: str, of: str, to: str, tmp_path: Path) -> None:
     _losses(family, of, tmp_path, resume=False)
@@ -71,7 +75,7 @@ def _export(family: str, sizes: str, folder: str) -> Outcome:
 
 @slow_if(lambda family, sizes: family == "llama_gqa" or sizes != "pp2")
 @pytest.mark.parametrize("family", ["llama_gqa", "llama_tied"])
-@pytest.mark.parametrize("sizes", ["pp2", "pp2 x tp2", "pp2 x dp2 zero1"])
+@pytest.mark.parametrize("sizes", ["pp2", "pp2 v2", "pp2 x tp2", "pp2 x dp2 zero1"])
 def test_a_trained_model_is_exported(sizes: str, family: str, tmp_path: Path) -> None:
     outcomes: list[Outcome] = run_in_processes(SIZES[sizes][0], _export, family, sizes, str(tmp_path / "model"))
     trained = {name.removeprefix("model."): t for outcome in outcomes for name, t in outcome.weights.items()}
@@ -107,4 +111,5 @@ def test_an_optimizer_in_another_order_is_refused_where_states_have_numbers(tmp_
     assert run_in_processes(2, _train_backwards, "pp2", two, True) == ["", ""]  # states have names
     assert run_in_processes(1, _train_backwards, "one", two, True) == [""]
     errors = run_in_processes(2, _train_backwards, "pp2", one, True)
+    errors += run_in_processes(2, _train_backwards, "pp2 v2", one, True)
     assert all("in another order than the model, so that the stages of a pipeline cannot tell" in e for e in errors)

@@ -126,7 +126,7 @@ def test_longer_batches_delays_and_poison(divided: str) -> None:
 def _order_error() -> str:
     """Send and receive hidden states of batches that two stages lay out by other slices."""
     hidden, onward = torch.ones(1, 16, 4, device=DEVICE), dist.new_group()
-    messages = StageMessages(onward, dist.new_group(), DEVICE)
+    messages = StageMessages((onward, dist.new_group()), DEVICE)
     messages.begin((8, 16) if messages.stage == 0 else (16,))
     try:
         if messages.stage == 0:
