@@ -15,12 +15,14 @@ from support.transformer_engine_stand_in.protocol import (
     OTHERS,
     PACKAGE,
     RELEASE,
+    SAVES,
     SAVING,
     TABLE,
     arguments_of,
     fields_in,
     functions_in,
     saved_by,
+    saves_of,
     steps_of,
 )
 
@@ -63,6 +65,12 @@ def test_the_state_has_the_same_fields(table: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", SAVING)
 def test_tensors_are_saved_in_the_same_order(table: dict[str, Any], kind: str) -> None:
     assert saved_by(source(f"tensor/{SAVING[kind]}.py"), kind) == table["saved"][kind]
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_modules_save_the_same_tensors(table: dict[str, Any], kind: str) -> None:
+    file, _, function = SAVES[kind]
+    assert saves_of(functions_in(source(file))[function]) == table["saves"][kind]
 
 
 @pytest.mark.parametrize("release", [*OTHERS, RELEASE])

@@ -49,7 +49,22 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
     "module/linear.py": ("Linear.forward", "_check_fp8_reduce_and_update"),
     "module/layernorm_linear.py": ("LayerNormLinear.forward", "_LayerNormLinear.backward"),
     "module/layernorm_mlp.py": ("LayerNormMLP.forward",),
+    "ops/fuser.py": (
+        "_OperationFuserAutogradFunction.forward", "_OperationFuserAutogradFunction.backward",
+        "OperationFuser.__call__",
+    ),
+    "ops/basic/layer_norm.py": ("LayerNorm.op_forward", "LayerNorm.op_backward"),
+    "ops/basic/rmsnorm.py": ("RMSNorm.op_forward", "RMSNorm.op_backward"),
 }  # fmt: skip
+# Module -> its file in both, and the functions that save its tensors: in TransformerEngine, and in the stand-in.
+SAVES: dict[str, tuple[str, str, str]] = {
+    "Linear": ("module/linear.py", "_linear_setup_ctx", "_Linear.forward"),
+    "LayerNormLinear": ("module/layernorm_linear.py", "_LayerNormLinear.forward", "_LayerNormLinear.forward"),
+    "LayerNormMLP": ("module/layernorm_mlp.py", "_LayerNormMLP._forward", "_LayerNormMLP.forward"),
+    "LayerNorm": ("ops/basic/layer_norm.py", "LayerNorm.op_forward", "LayerNorm.op_forward"),
+    "RMSNorm": ("ops/basic/rmsnorm.py", "RMSNorm.op_forward", "RMSNorm.op_forward"),
+}
+_SAVE = ("prepare_for_saving", "save_for_backward")
 # Class of quantized tensors -> its file, among the stand-in's tensors.
 SAVING = {"Float8TensorStorage": "float8_tensor", "MXFP8TensorStorage": "mxfp8_tensor"}
 # Attributes that are read or set in the order of the protocol: of the state, and of the tensors of a module.
@@ -100,7 +115,7 @@ def _is_placed(node: ast.AST) -> bool:
 
 def _steps(node: Any) -> Iterator[str]:
     if isinstance(node, ast.Call):
-        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        name = _name_of(node)
         if name in _CALLS:
             yield f"{name}()"
     elif node.attr in _FIELDS:
@@ -120,6 +135,19 @@ def saved_by(source: str, name: str) -> list[str]:
     function = functions_in(source)[f"{name}.prepare_for_saving"]
     saved = next(node for node in ast.walk(function) if isinstance(node, ast.List))
     return [each.attr for each in saved.elts if isinstance(each, ast.Attribute)]
+
+
+def saves_of(function: ast.FunctionDef) -> list[str]:
+    """Return the names of the tensors that a function saves for the backward, or returns to be saved, in this order."""
+    nodes = sorted((n for n in ast.walk(function) if isinstance(n, (ast.Call, ast.Return))), key=lambda n: n.lineno)
+    calls = [n.args for n in nodes if isinstance(n, ast.Call) and _name_of(n) in _SAVE]
+    returned = [n.value.elts for n in nodes if isinstance(n, ast.Return) and isinstance(n.value, ast.Tuple)]
+    named = [[n.id for n in each if isinstance(n, ast.Name)] for each in calls or returned]
+    return [names for names in named if names][-1]
+
+
+def _name_of(call: ast.Call) -> str:
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
 def names_in(source: str, base_source: str) -> dict[str, list[str]]:
@@ -168,6 +196,10 @@ def _record(git_folder: str) -> None:
         **table_of(read_at(RELEASE)),
         "saved": {
             kind: saved_by(read_at(RELEASE)(f"tensor/storage/{file}_storage.py"), kind) for kind, file in SAVING.items()
+        },
+        "saves": {
+            kind: saves_of(functions_in(read_at(RELEASE)(file))[function])
+            for kind, (file, function, _) in SAVES.items()
         },
         "names": {release: names_in(*source) for release, source in sources.items()},
     }

@@ -2,8 +2,8 @@
 
 from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 from transformer_engine.pytorch.distributed import checkpoint
-from transformer_engine.pytorch.module import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
-from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast
+from transformer_engine.pytorch.module import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast, fp8_autocast
 
 __all__ = [
     "DelayedScaling",
@@ -11,10 +11,13 @@ __all__ = [
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "GroupedLinear",
+    "LayerNorm",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
     "MXFP8BlockScaling",
+    "RMSNorm",
     "autocast",
     "checkpoint",
+    "fp8_autocast",
 ]

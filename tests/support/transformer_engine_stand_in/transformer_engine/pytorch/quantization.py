@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -211,6 +212,20 @@ class FP8GlobalStateManager:
             return
         fp8_meta["scaling_fwd"].amax_history.copy_(fp8_meta["updated_amax_history_fwd"])
         fp8_meta["scaling_fwd"].scale.copy_(fp8_meta["updated_scale_fwd"])
+
+
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: Any = None,
+    _graph: bool = False,
+) -> autocast:
+    """Return an autocast. It is the older name, which Lightning calls."""
+    warnings.warn("fp8_autocast is deprecated and will be removed", category=DeprecationWarning, stacklevel=2)
+    return autocast(
+        enabled=enabled, calibrating=calibrating, recipe=fp8_recipe, amax_reduction_group=fp8_group, _graph=_graph
+    )
 
 
 class autocast(contextlib.AbstractContextManager[Any]):

@@ -68,7 +68,7 @@ def clear_tensor_data(*tensors: Any) -> None:
     for t in tensors:
         if isinstance(t, QuantizedTensorStorage):
             t.clear()
-        elif t is not None:
+        elif t is not None and not hasattr(t, "_do_not_clear"):
             t.data = torch.empty(0, dtype=t.dtype, device=t.device)
 
 

@@ -23,9 +23,9 @@ EPS = 1e-5
 
 def apply_normalization(x: Tensor, weight: Tensor, bias: Tensor, quantizer: Any) -> tuple[Any, Tensor, Tensor]:
     """Return the normalized rows, quantized if there is a quantizer, their means and inverse deviations."""
-    mu = x.float().mean(1, keepdim=True)
-    rsigma = (x.float().var(1, correction=0, keepdim=True) + EPS).rsqrt()
-    out = ((x.float() - mu) * rsigma * weight + bias).to(x.dtype)
+    mu = x.float().mean(1)
+    rsigma = (x.float().var(1, correction=0) + EPS).rsqrt()
+    out = ((x.float() - mu[:, None]) * rsigma[:, None] * weight + bias).to(x.dtype)
     return (out if quantizer is None else quantizer(out)), mu, rsigma
 
 
@@ -33,7 +33,8 @@ def normalization_backward(
     dz: Tensor, x: Tensor, mu: Tensor, rsigma: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the rows, the weight and the bias."""
-    normal, dz = (x.float() - mu) * rsigma, dz.float()
+    rsigma = rsigma[:, None]
+    normal, dz = (x.float() - mu[:, None]) * rsigma, dz.float()
     dnormal = dz * weight
     rest = dnormal.mean(1, keepdim=True) + normal * (dnormal * normal).mean(1, keepdim=True)
     return ((dnormal - rest) * rsigma).to(x.dtype), (dz * normal).sum(0), dz.sum(0)
@@ -63,10 +64,11 @@ class _LayerNormLinear(torch.autograd.Function):
             ln_out = None
         if not is_grad_enabled:
             return out
+        ln_out_to_save, wt_save = ln_out, weightmat
         if fp8 and backward_needs_input:
             ln_out.update_usage(rowwise_usage=False)
         tensors_to_save, tensor_objects = prepare_for_saving(
-            inputmat, weightmat, weight, bias, ln_weight, ln_out, mu, rsigma
+            inputmat, wt_save, weight, bias, ln_weight, ln_out_to_save, mu, rsigma
         )
         ctx.save_for_backward(*tensors_to_save)
         ctx.tensor_objects = tensor_objects

@@ -19,6 +19,7 @@ from transformer_engine.pytorch.module.layernorm_linear import apply_normalizati
 from transformer_engine.pytorch.module.linear import _check_fp8_reduce_and_update
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.quantized_tensor import clear_tensor_data, prepare_for_saving, restore_from_func_ctx
+from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
 
 def _weight(weight: Tensor, quantizer: Any, dtype: Any, is_grad_enabled: bool) -> Any:
@@ -30,6 +31,18 @@ def _weight(weight: Tensor, quantizer: Any, dtype: Any, is_grad_enabled: bool) -
     return found
 
 
+def _activated(weight: Any, ln_out: Any, bias: Tensor, quantizer: Any, dtype: Any) -> tuple[Any, Any, Any]:
+    """Return the input of the activation with or without its bias, as it is saved, and the result.
+
+    In high precision, the bias is added by the kernel of the activation (`bias_gelu_fusion`).
+    """
+    if quantizer is None:
+        without_bias = general_gemm(weight, ln_out, dtype)
+        return None, without_bias, F.gelu(without_bias + bias.to(dtype), approximate="tanh")
+    fc1_out = general_gemm(weight, ln_out, dtype, bias=bias)
+    return fc1_out, None, quantizer(F.gelu(fc1_out, approximate="tanh"))
+
+
 class _LayerNormMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inp: Tensor, *rest: Any) -> Tensor:
@@ -39,20 +52,20 @@ class _LayerNormMLP(torch.autograd.Function):
         inputmat = cast_if_needed(inp.view(-1, inp.shape[-1]), dtype)
         if fp8:
             assert_dim_for_fp8_exec(inputmat, fc1_weight, fc2_weight)
-            fc1_input.set_usage(rowwise=True, columnwise=is_grad_enabled)
-            fc2_input.set_usage(rowwise=True, columnwise=is_grad_enabled)
+            fc1_input.set_usage(rowwise=True, columnwise=is_grad_enabled and fc1_weight.requires_grad)
+            fc2_input.set_usage(rowwise=True, columnwise=isinstance(fc2_input, MXFP8Quantizer))
         ln_out, mu, rsigma = apply_normalization(inputmat, ln_weight, ln_bias, fc1_input)
         fc1_weight_final = _weight(fc1_weight, fc1_weights, dtype, is_grad_enabled)
         fc2_weight_final = _weight(fc2_weight, fc2_weights, dtype, is_grad_enabled)
-        fc1_out = general_gemm(fc1_weight_final, ln_out, dtype, bias=fc1_bias)
-        act_out: Any = F.gelu(fc1_out, approximate="tanh")
-        act_out = act_out if fc2_input is None else fc2_input(act_out)
+        fc1_out, fc1_out_without_bias, act_out = _activated(fc1_weight_final, ln_out, fc1_bias, fc2_input, dtype)
         out = general_gemm(fc2_weight_final, act_out, dtype, bias=fc2_bias).view(inp.shape)
         if not is_grad_enabled:
             return out
+        fc1_wt_save, fc2_wt_save = fc1_weight_final, fc2_weight_final
+        ln_out, act_out = (t if w.requires_grad else None for t, w in ((ln_out, fc1_weight), (act_out, fc2_weight)))
         tensors_to_save, tensor_objects = prepare_for_saving(
-            inputmat, ln_weight, ln_out, fc1_weight_final, fc1_weight, fc1_out, act_out, fc2_weight_final, fc2_weight,
-            mu, rsigma,
+            inputmat, ln_weight, ln_out, fc1_wt_save, fc1_weight, fc1_bias, fc1_out, fc1_out_without_bias, act_out,
+            fc2_wt_save, fc2_weight, fc2_bias, mu, rsigma,
         )  # fmt: skip
         ctx.save_for_backward(*tensors_to_save)
         ctx.tensor_objects = tensor_objects
@@ -64,20 +77,28 @@ class _LayerNormMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        inputmat, ln_weight, ln_out, fc1_weight, _, fc1_out, act_out, fc2_weight, _, mu, rsigma = restore_from_func_ctx(
-            ctx
-        )
+        (
+            inputmat, ln_weight, ln_out, fc1_weight, _, fc1_bias, fc1_out, fc1_out_without_bias, act_out, fc2_weight, _,
+            _, mu, rsigma,
+        ) = restore_from_func_ctx(ctx)  # fmt: skip
         dy, dfc2_bias = grad_output_preprocess(ctx.fp8, grad_output, True, ctx.grad_quantizers[1])
         dact = general_gemm(fc2_weight, dy, ctx.dtype, layout="NN")
-        dfc2 = general_gemm(act_out, dy, ctx.dtype, layout="NT")
-        clear_tensor_data(act_out)
-        dfc1_out = torch.ops.aten.gelu_backward(dact, fc1_out, approximate="tanh")
-        clear_tensor_data(fc1_out)
+        dfc1 = dfc2 = None
+        if act_out is not None:
+            if ctx.fp8:
+                act_out.update_usage(columnwise_usage=True)
+            dfc2 = general_gemm(act_out, dy, ctx.dtype, layout="NT")
+            clear_tensor_data(act_out)
+        inner = fc1_out if fc1_out_without_bias is None else fc1_out_without_bias + fc1_bias.to(ctx.dtype)
+        dfc1_out = torch.ops.aten.gelu_backward(dact, inner, approximate="tanh")
+        clear_tensor_data(fc1_out, fc1_out_without_bias)
         dz, dfc1_bias = grad_output_preprocess(ctx.fp8, dfc1_out, True, ctx.grad_quantizers[0])
         dln = general_gemm(fc1_weight, dz, ctx.dtype, layout="NN")
-        dfc1 = general_gemm(ln_out, dz, ctx.dtype, layout="NT")
-        clear_tensor_data(ln_out)
+        if ln_out is not None:
+            dfc1 = general_gemm(ln_out, dz, ctx.dtype, layout="NT")
+            clear_tensor_data(ln_out)
         dx, dln_weight, dln_bias = normalization_backward(dln, inputmat, mu, rsigma, ln_weight)
+        clear_tensor_data(mu, rsigma)
         if ctx.reduce_and_update_bwd_fp8_tensors:
             FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
         return dx.view(ctx.inp_shape), dln_weight, dln_bias, dfc1, dfc1_bias, dfc2, dfc2_bias, None

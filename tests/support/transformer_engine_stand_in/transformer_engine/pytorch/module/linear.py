@@ -59,8 +59,9 @@ class _Linear(torch.autograd.Function):
             return out
         if fp8 and backward_needs_input:
             inputmat.update_usage(rowwise_usage=False, columnwise_usage=True)
-        saved = inputmat if backward_needs_input else None
-        tensors_to_save, tensor_objects = prepare_for_saving(saved, weightmat, weight, bias)
+        saved_inputmat, wt_save = inputmat if backward_needs_input else None, weightmat
+        saved_weight, saved_bias = weight, bias
+        tensors_to_save, tensor_objects = prepare_for_saving(saved_inputmat, wt_save, saved_weight, saved_bias)
         ctx.save_for_backward(*tensors_to_save)
         ctx.tensor_objects = tensor_objects
         ctx.fp8, ctx.dtype, ctx.inp_shape, ctx.use_bias = fp8, dtype, inp.shape, bias is not None

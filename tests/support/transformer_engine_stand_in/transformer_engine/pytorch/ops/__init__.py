@@ -1,0 +1,1 @@
+"""Operations, which may be fused: here, each is one of its own."""
