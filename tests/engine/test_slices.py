@@ -644,7 +644,7 @@ def test_dropout_of_parts_is_that_of_the_whole(drop: object, batch: int, token_d
     for start, stop in ((0, 21), (0, 8), (8, 13), (13, 21)):
         torch.manual_seed(3)
         part = x.narrow(token_dim, start, stop - start)
-        with handling(answer_with_values), LayerMode(tokens, start, stop, batch, token_dim):
+        with handling(answer_with_values, nn.Identity()), LayerMode(tokens, start, stop, batch, token_dim):
             dropped = apply(torch.clone(part, memory_format=torch.preserve_format))
         assert torch.equal(dropped, whole.narrow(token_dim, start, stop - start))
         assert torch.equal(torch.get_rng_state(), state)
@@ -656,14 +656,14 @@ def test_dropout_of_flattened_tokens() -> None:
     whole = F.dropout(x, 0.4)
     rows = torch.arange(30).view(3, 10)[:, 4:7].flatten()
     torch.manual_seed(3)
-    with handling(answer_with_values), LayerMode(10, 4, 7, 3, 1):
+    with handling(answer_with_values, nn.Identity()), LayerMode(10, 4, 7, 3, 1):
         assert torch.equal(F.dropout(x[rows], 0.4), whole[rows])
 
 
 def test_dropout_without_effect_and_dropout_that_cannot_be_cut() -> None:
     x, odd = torch.randn(3, 4, 8), torch.randn(5, 7)
     state = torch.get_rng_state()
-    with handling(answer_with_values), LayerMode(10, 0, 4, 3, 1):
+    with handling(answer_with_values, nn.Identity()), LayerMode(10, 0, 4, 3, 1):
         assert F.dropout(x, 0.4, training=False) is x
         assert F.dropout(x, 0.0) is x
         assert torch.dropout(x, 0.4, train=False) is x
@@ -682,7 +682,7 @@ def test_attention_goes_to_the_handler_however_it_is_called() -> None:
         calls.append(spec)
         return own(q, k, v)
 
-    with handling(handler), LayerMode(5, 0, 5, 1, 1):
+    with handling(handler, nn.Identity()), LayerMode(5, 0, 5, 1, 1):
         F.scaled_dot_product_attention(q, k, v, is_causal=True)
         own(q, key=k, value=v, scale=0.5)
         F.scaled_dot_product_attention(q, k, v, None, 0.1)
@@ -696,11 +696,11 @@ def test_handlers_nest_and_survive_errors() -> None:
     own = F.scaled_dot_product_attention
 
     def fail_inside(outer: object) -> None:
-        with handling(answer_with_values):
+        with handling(answer_with_values, nn.Identity()):
             assert current_handler() is not outer
             raise IndexError
 
-    with handling(answer_with_values):
+    with handling(answer_with_values, nn.Identity()):
         outer = current_handler()
         with pytest.raises(IndexError):
             fail_inside(outer)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from typing_extensions import Self
@@ -120,12 +120,16 @@ def _leave_own_modes() -> list[TorchFunctionMode]:
 
 @contextmanager
 def handling(
-    handler: AttentionHandler, layout: TokenLayout | None = None, on_leaving: Callable[[str], None] | None = None
+    handler: AttentionHandler,
+    layer: nn.Module,
+    layout: TokenLayout | None = None,
+    on_leaving: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
     """Inside, attention calls of this thread go to `handler`, and activation checkpointing of a trained layer raises.
 
     Args:
         handler: Answers the calls.
+        layer: The layer that runs inside.
         layout: Where the tokens of the batch are; `None` if this process holds all of them in order.
         on_leaving: Told why, if the layer computes an attention call itself.
 
@@ -144,7 +148,7 @@ def handling(
     before = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = _dispatch_sdpa
     try:
-        with unchanged_by_registration(), refusing_checkpoint() if trained else nullcontext():
+        with unchanged_by_registration(), refusing_checkpoint(layer) if trained else nullcontext():
             yield
     finally:
         F.scaled_dot_product_attention = before

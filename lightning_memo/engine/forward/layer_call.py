@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_memo.engine.forward.cut_tokens import cut, token_dim_of
 from lightning_memo.engine.forward.intercept import LayerMode
-from lightning_memo.engine.fp8_modules.inner_contexts import owning_modules
 from lightning_memo.engine.memory.lazy_tensor import LazyTensor
 from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.planner.token_slices import TokenRange
@@ -76,10 +75,9 @@ class LayerCall:
         if any(t is THE_INPUT for t in (*args, *kwargs.values())):
             args = [x if t is THE_INPUT else t for t in args]
             kwargs = {name: x if t is THE_INPUT else t for name, t in kwargs.items()}
-        with owning_modules(self.layer):
-            if self.keyword:
-                return self.forward(*args, **kwargs, **{self.keyword: x})
-            return self.forward(x, *args, **kwargs)
+        if self.keyword:
+            return self.forward(*args, **kwargs, **{self.keyword: x})
+        return self.forward(x, *args, **kwargs)
 
     def form(self) -> tuple[object, ...]:
         """Return what two calls have in common in which a layer computes alike: all that is no value of a tensor."""

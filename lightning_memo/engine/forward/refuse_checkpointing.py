@@ -24,13 +24,16 @@ _ENTRANCES: tuple[tuple[Any, str], ...] = ((CheckpointFunction, "forward"), (_ch
 
 
 @contextlib.contextmanager
-def refusing_checkpoint() -> Iterator[None]:
+def refusing_checkpoint(layer: nn.Module) -> Iterator[None]:
     """Make activation checkpointing raise inside the context, in which a layer runs that is trained.
+
+    Args:
+        layer: The layer.
 
     Raises:
         ValueError: `torch.utils.checkpoint` or TransformerEngine's checkpoint was called, or its FP8 autocast entered.
     """
-    refused = [(kind, name, staticmethod(_refuse)) for kind, name in _ENTRANCES] + entrances(_refuse_of_engine)
+    refused = [(kind, name, staticmethod(_refuse)) for kind, name in _ENTRANCES] + entrances(layer, _refuse_of_engine)
     before = [(kind, name, vars(kind)[name]) for kind, name, _ in refused]
     for kind, name, replacement in refused:
         setattr(kind, name, replacement)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
 from torch import nn
@@ -20,27 +18,13 @@ _INNER_AUTOCAST = (
     "layers more than once: enter it around the model instead, in training_step"
 )
 _FORWARD_ARGUMENTS: Final = ("inp", "is_first_microbatch", "fp8_output", "fp8_grad")
-_layer: ContextVar[nn.Module | None] = ContextVar("layer_in_fp8", default=None)
 
 
-@contextlib.contextmanager
-def owning_modules(layer: nn.Module) -> Iterator[None]:
-    """Inside the context, modules of TransformerEngine must be a layer's own if they compute in FP8.
-
-    Args:
-        layer: The layer, whose forward runs.
-    """
-    token = _layer.set(layer)
-    try:
-        yield
-    finally:
-        _layer.reset(token)
-
-
-def entrances(refuse_checkpoint: Callable[..., NoReturn]) -> list[tuple[Any, str, Any]]:
+def entrances(layer: nn.Module, refuse_checkpoint: Callable[..., NoReturn]) -> list[tuple[Any, str, Any]]:
     """Return what each use of TransformerEngine's contexts calls: the owner, its attribute, and what is to replace it.
 
     Args:
+        layer: The layer that runs while they are replaced.
         refuse_checkpoint: Raises the error for activation checkpointing.
     """
     found: list[tuple[Any, str, Any]] = []
@@ -55,7 +39,7 @@ def entrances(refuse_checkpoint: Callable[..., NoReturn]) -> list[tuple[Any, str
             found.append((manager, name, staticmethod(functools.partial(_enter, getattr(manager, name)))))
     base = getattr(sys.modules.get(f"{PACKAGE}.pytorch.module.base"), "TransformerEngineBaseModule", None)
     if base is not None and "prepare_forward" in vars(base):
-        found.append((base, "prepare_forward", _method(_prepare, base.prepare_forward)))
+        found.append((base, "prepare_forward", _method(_prepare, base.prepare_forward, layer)))
     for name, kind in (("linear", "Linear"), ("layernorm_linear", "LayerNormLinear")):
         owner = getattr(sys.modules.get(f"{PACKAGE}.pytorch.module.{name}"), kind, None)
         if owner is not None:
@@ -63,13 +47,12 @@ def entrances(refuse_checkpoint: Callable[..., NoReturn]) -> list[tuple[Any, str
     return found
 
 
-def _method(function: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda module, *args, **kwargs: function(own, module, *args, **kwargs)
+def _method(function: Callable[..., Any], *given: Any) -> Callable[..., Any]:
+    return lambda module, *args, **kwargs: function(*given, module, *args, **kwargs)
 
 
-def _prepare(prepare: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    layer = _layer.get()
-    if layer is not None and is_in_fp8() and all(m is not module for m in layer.modules()):
+def _prepare(prepare: Callable[..., Any], layer: nn.Module, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if is_in_fp8() and all(m is not module for m in layer.modules()):
         raise RefusedAtAnyLength(
             f"{class_name(layer)} calls {class_name(module)}, which is TransformerEngine's and computes in FP8, but is "
             "none of its modules, so that its scales are not restored: assign it to an attribute of the layer, or "

@@ -31,7 +31,7 @@ def run_whole(
         x: The layer's input.
         forward: Runs the layer with all its arguments, key-value caches included.
     """
-    with handling(WholeAttention(attention, call.layout), call.layout):
+    with handling(WholeAttention(attention, call.layout), call.layer, call.layout):
         if handed.exchange is None:
             return forward()
         numbers = itertools.count()

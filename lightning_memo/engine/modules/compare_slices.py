@@ -171,7 +171,7 @@ class _Comparison:
         self.writes.note(copy)  # another layer may have saved it
         saved = saved_tensors_hooks(self._pack, lambda t: t)
         handed = handing(call.layer, hand, _raise)
-        with saved, handling(attend, call.layout), handed, call.mode(part), self.writes:
+        with saved, handling(attend, call.layer, call.layout), handed, call.mode(part), self.writes:
             y, sides = split_output(call.run(copy, part), x, call.layer)
         values.outputs.append(_Value("hidden states", y, self._by_token))
         places = self._side_places or (None,) * len(sides.values)

@@ -233,7 +233,8 @@ def _repeats(call: LayerCall, x: Tensor, recorder: _Recorder, sketch: Tensor, pa
     handed = handing(call.layer, lambda state_call: state_call.run()[0], lambda why: None)
     errors = () if part.tokens == tokens else (RuntimeError, ValueError, IndexError, AssertionError)
     try:
-        with in_training(call), handling(recorder.known(part, tokens), call.layout), handed, call.mode(part):
+        attention = handling(recorder.known(part, tokens), call.layer, call.layout)
+        with in_training(call), attention, handed, call.mode(part):
             again = split_output(call.with_copied_containers().run(x.clone(), part), x, call.layer)[0]
             return _same(_sketch(again, x), sketch.narrow(call.token_dim, part.start, part.tokens), x)
     except torch.OutOfMemoryError:

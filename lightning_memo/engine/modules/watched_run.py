@@ -74,7 +74,7 @@ def watched_run(
         copy = x.clone()  # because a layer may change its input in place
         note(copy)  # another layer may have saved it
         everything = TokenRange(0, x.shape[call.token_dim], Action.KEEP)
-        attention = handling(effects.outside(attend), call.layout, note_own)
+        attention = handling(effects.outside(attend), call.layer, call.layout, note_own)
         with attention, handing(call.layer, hand, note_own), call.mode(everything), writes:
             yield copy
 

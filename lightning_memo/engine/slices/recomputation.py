@@ -146,7 +146,7 @@ class _Recomputation:
             stack.enter_context(run.arguments.with_copies(copies))
             stack.enter_context(collecting_nothing())
             stack.enter_context(saved_tensors_hooks(self._record, _refuse))
-            stack.enter_context(handling(self._attend, run.call.layout, run.check_whole))
+            stack.enter_context(handling(self._attend, run.call.layer, run.call.layout, run.check_whole))
             if run.hands_states:
                 stack.enter_context(handing(run.call.layer, self._hand, run.check_handed))
             if run.needs_mode:

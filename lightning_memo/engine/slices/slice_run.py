@@ -87,7 +87,7 @@ class SliceRun:
         run = self.run
         with contextlib.ExitStack() as stack:
             stack.enter_context(saved_tensors_hooks(self.pack, self.unpack))
-            stack.enter_context(handling(handler, run.call.layout, run.check_whole))
+            stack.enter_context(handling(handler, run.call.layer, run.call.layout, run.check_whole))
             if run.hands_states:
                 stack.enter_context(handing(run.call.layer, self.hand, run.check_handed))
             if run.needs_mode:

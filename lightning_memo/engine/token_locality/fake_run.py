@@ -233,7 +233,7 @@ def running(
         _without_log(),
         _without_autocast_cache(),
         _prepared(call, tracker, mode, unused),
-        handling(attend, on_leaving=on_leaving),
+        handling(attend, call.layer, on_leaving=on_leaving),
         handing(call.layer, hand, on_leaving),
         call.mode(TokenRange(0, call.tokens, Action.KEEP)),
         without_parameter_hooks(call.layer),
