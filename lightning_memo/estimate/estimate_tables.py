@@ -111,6 +111,8 @@ def alternatives_table(ranking: Ranking, most: int) -> Table:
 def format_parallelism(parallel: Parallelism) -> str:
     """Returns all sizes of a parallelism on one line."""
     sizes = [f"TP {parallel.tp}", f"CP {parallel.cp}", f"DP {parallel.dp}", f"PP {parallel.pp}"]
+    if parallel.virtual_pipeline_size > 1:
+        sizes[-1] += f" x {parallel.virtual_pipeline_size}"
     if parallel.expert_parallel_size > 1:
         sizes.append(f"EP {parallel.expert_parallel_size}")
     return ", ".join([*sizes, f"ZeRO {parallel.zero_stage}"])

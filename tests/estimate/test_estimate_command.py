@@ -70,7 +70,15 @@ def test_the_command_refuses_in_one_line(tmp_path):
 def test_json_has_the_keys_of_an_estimate(run):
     answer = answer_of(run("model=gpt_7b", "cluster=a800", "seq_len=256K", "output=json"))
     assert list(answer) == KEYS
-    assert list(answer["parallel"]) == ["tp", "cp", "dp", "pp", "zero_stage", "expert_parallel_size"]
+    assert list(answer["parallel"]) == [
+        "tp",
+        "cp",
+        "dp",
+        "pp",
+        "zero_stage",
+        "expert_parallel_size",
+        "virtual_pipeline_size",
+    ]
     assert (answer["status"], answer["method"], answer["model"]) == ("ok", "memo", "gpt_7b")
     assert (answer["seq_len"], answer["gpus"]) == (262144, 8)
     sizes = answer["parallel"]
@@ -92,7 +100,8 @@ def test_forced_values_are_kept(run):
         )
     )  # fmt: skip
     assert answer["parallel"] == {
-        "tp": 2, "cp": 4, "dp": 1, "pp": 1, "zero_stage": 1, "expert_parallel_size": 1
+        "tp": 2, "cp": 4, "dp": 1, "pp": 1, "zero_stage": 1, "expert_parallel_size": 1,
+        "virtual_pipeline_size": 1,
     }  # fmt: skip
     assert answer["alpha"] == 0.5
     assert answer["tokens_per_gpu_per_second"] == pytest.approx(4 * 262144 / answer["step_seconds"] / 8)

@@ -247,6 +247,20 @@ def test_pipelines_of_this_package_wait_for_whole_stages_and_for_messages(pp: in
     assert not any("pipeline" in limit for limit in estimate(ask(), RING).limits)
 
 
+@pytest.mark.parametrize("blocks", [2, 4])
+def test_interleaved_pipelines_wait_less_send_more_and_need_more_of_the_host(blocks: int) -> None:
+    question = ask(gpus=16, seq_len=64 * 1024, batch_size=8, precision="bf16-true", alpha=0.5)
+    whole = estimate(question, replace(RING, pp=2))
+    interleaved = estimate(question, replace(RING, pp=2, virtual_pipeline_size=blocks))
+    parts, parts_of_whole = step_parts(question, interleaved), step_parts(question, whole)
+    assert sum(parts.values()) == pytest.approx(interleaved.step_seconds, rel=0.02)
+    idle, messages = "idle pipeline stages", "messages between pipeline stages"
+    assert parts[idle] == pytest.approx(parts_of_whole[idle] / blocks, rel=0.01)
+    assert parts[messages] == pytest.approx(parts_of_whole[messages] * (2 * blocks - 1))
+    assert interleaved.host_bytes == pytest.approx(1.5 * whole.host_bytes, rel=0.01)
+    assert any(f"{blocks} times and gets as much back" in limit for limit in interleaved.limits)
+
+
 def test_stages_keep_inputs_and_outputs_of_micro_batches_in_flight() -> None:
     question = ask(gpus=16, seq_len=64 * 1024, precision="bf16-true")
     one, many = (
@@ -261,8 +275,9 @@ def test_stages_keep_inputs_and_outputs_of_micro_batches_in_flight() -> None:
     [
         ({}, replace(RING, pp=2), "precision=bf16-mixed has no pipelines"),
         ({"precision": "bf16-true"}, replace(RING, pp=2, zero_stage=3), "pipelines run with ZeRO 0 and 1"),
+        ({}, replace(RING, dp=2, virtual_pipeline_size=2), "virtual_pipeline_size=2 is for pipelines"),
     ],
-    ids=["precision", "zero"],
+    ids=["precision", "zero", "blocks"],
 )
 def test_what_does_not_run_beside_a_pipeline_is_not_estimated(
     changes: dict[str, object], parallel: Parallelism, message: str

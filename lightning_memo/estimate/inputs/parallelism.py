@@ -13,6 +13,9 @@ BATCH: Final = "batch"
 EXPERT_RANKS: Final = "data- and context-parallel processes"
 
 
+_COUNTS = ("tp", "cp", "dp", "pp", "expert_parallel_size", "virtual_pipeline_size")
+
+
 @dataclass(frozen=True, order=True, slots=True)
 class Obstacle:
     """A size, and the property that it does not divide."""
@@ -32,7 +35,7 @@ class Parallelism:
     Tensor parallelism divides heads and feed-forward, or the experts, and the tokens in between (sequence parallelism).
     Context parallelism divides the tokens. Expert parallelism divides the experts of each layer over data- and
     context-parallel ranks, which exchange tokens. ZeRO shards over data- and context-parallel ranks, and experts over
-    those that have the same ones.
+    those that have the same ones. Each stage of a pipeline has `virtual_pipeline_size` blocks of layers.
 
     Raises:
         ValueError: A size is below 1, or the stage is not from 0 to 3.
@@ -44,9 +47,10 @@ class Parallelism:
     pp: int = 1
     zero_stage: int = 0
     expert_parallel_size: int = 1
+    virtual_pipeline_size: int = 1
 
     def __post_init__(self) -> None:
-        check_range(self, dict.fromkeys(("tp", "cp", "dp", "pp", "expert_parallel_size"), 1))
+        check_range(self, dict.fromkeys(_COUNTS, 1))
         if self.zero_stage > 3:
             raise ValueError(f"zero_stage={self.zero_stage} must be from 0 to 3")
 
@@ -66,7 +70,7 @@ class Parallelism:
                 *((self.tp, "width of the feed-forward", ffn) for ffn in dense[:1]),
                 *experts,
                 (self.expert_parallel_size, EXPERT_RANKS, self.dp * self.cp),
-                (self.pp, "layers", shape.layers),
+                (self.pp * self.virtual_pipeline_size, "layers", shape.layers),
                 (self.cp * self.tp, SEQUENCE, seq_len),
                 (self.dp, BATCH, batch_size),
             )

@@ -70,7 +70,10 @@ def _products(question: Question, forced: Sizes) -> Iterator[Parallelism]:
                     sharded = (0, 1, 2, 3) if dp * cp > 1 else (0,)
                     stages = [forced["zero_stage"]] if "zero_stage" in forced else sharded
                     for stage, groups in product(stages, _expert_sizes(question, dp * cp, forced)):
-                        yield Parallelism(tp=tp, cp=cp, dp=dp, pp=pp, zero_stage=stage, expert_parallel_size=groups)
+                        yield Parallelism(
+                            tp=tp, cp=cp, dp=dp, pp=pp, zero_stage=stage, expert_parallel_size=groups,
+                            virtual_pipeline_size=forced.get("virtual_pipeline_size", 1),
+                        )  # fmt: skip
 
 
 def _expert_sizes(question: Question, ranks: int, forced: Sizes) -> list[int]:
@@ -93,8 +96,8 @@ def _ruled_out_by(what: str, question: Question, forced: Sizes) -> Iterator[Para
 
 
 def _given(forced: Sizes) -> dict[str, int]:
-    """Sizes that the user gave. The command itself sets pp=1 by default."""
-    return {name: size for name, size in forced.items() if (name, size) != ("pp", 1)}
+    """Sizes that the user gave. The command itself sets those of pipelines to 1 by default."""
+    return {name: size for name, size in forced.items() if size != 1 or name not in ("pp", "virtual_pipeline_size")}
 
 
 def _wrong_product(question: Question, forced: Sizes) -> str:

@@ -21,7 +21,7 @@ from lightning_memo.utils.units import parse_bytes, read_length
 HostBackedSetting = Literal["auto", "attention", "all"]
 ScheduleSetting = Literal["auto", "layer", "slice"]
 _MAX_COUNT: Final = 2**20
-SIZES: Final = ("tp", "cp", "dp", "pp", "zero_stage", "expert_parallel_size")
+SIZES: Final = ("tp", "cp", "dp", "pp", "zero_stage", "expert_parallel_size", "virtual_pipeline_size")
 """Names of the settings in `parallel`."""
 
 Output = Literal["table", "json"]

@@ -96,6 +96,9 @@ def why_not_by_method(question: Question, parallel: Parallelism) -> str:
         return "slices are estimated for data parallelism only: tp, cp and pp must be 1"
     if question.spill_bytes and parallel.pp > 1:
         return "spill_memory is estimated without pipeline parallelism: pp must be 1"
+    if parallel.virtual_pipeline_size > 1 and (parallel.pp == 1 or not runs_here(question)):
+        size = parallel.virtual_pipeline_size
+        return f"virtual_pipeline_size={size} is for pipelines of this package: give pp, or virtual_pipeline_size=1"
     if parallel.pp > 1 and runs_here(question):
         if question.precision == "bf16-mixed":
             return "precision=bf16-mixed has no pipelines, bf16-true and 32-true have: pp must be 1"

@@ -24,6 +24,7 @@ from lightning_memo.estimate.step.device_bytes import (
 from lightning_memo.estimate.times.layer_times import has_whole_logits, layer_times, memory_rate
 from lightning_memo.estimate.times.outside_times import outside_seconds
 from lightning_memo.estimate.times.streamed_times import streamed_seconds
+from lightning_memo.parallel.pipeline.stage_order import most_in_flight
 
 
 def estimated_layer_costs(question: Question, parallel: Parallelism) -> LayerCosts:
@@ -177,5 +178,8 @@ def devices_per_host(question: Question) -> int:
 
 
 def sequences_in_flight(question: Question, parallel: Parallelism) -> int:
-    """Number of sequences whose activations the first pipeline stage holds at once."""
+    """Number of sequences for whose activations the first pipeline stage has room, with blocks of layers rounded up."""
+    if parallel.virtual_pipeline_size > 1:
+        blocks = most_in_flight(0, parallel.pp, parallel.virtual_pipeline_size)
+        return -(-sum(blocks) // len(blocks))
     return min(parallel.pp, question.batch_size // parallel.dp)

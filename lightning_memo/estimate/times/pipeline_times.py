@@ -12,7 +12,7 @@ from lightning_memo.utils.units import format_bytes
 def idle_seconds(question: Question, parallel: Parallelism, stage_seconds: float) -> float:
     """Return the time of a step in which a stage waits while the pipeline fills and drains.
 
-    In the order 1F1B of this package, a micro-batch passes through all layers of the other stages. Stages of the
+    In the order 1F1B of this package, a micro-batch passes through a block of layers of each other stage. Stages of the
     papers' programs interleave: each waits for one layer of the others.
 
     Args:
@@ -20,21 +20,23 @@ def idle_seconds(question: Question, parallel: Parallelism, stage_seconds: float
         parallel: Sizes of the parallelism.
         stage_seconds: Time of forward and backward of the layers of a stage for one micro-batch.
     """
-    layers = 1 if runs_here(question) else question.shape.layers // parallel.pp
-    return (parallel.pp - 1) * stage_seconds / layers
+    blocks = parallel.virtual_pipeline_size if runs_here(question) else question.shape.layers // parallel.pp
+    return (parallel.pp - 1) * stage_seconds / blocks
 
 
 def message_seconds(question: Question, parallel: Parallelism) -> float:
     """Return the time of a step in which stages wait for messages; zero for the papers' programs.
 
-    The first micro-batch passes on its hidden states and gets back its gradients at each border of two stages. A stage
+    The first micro-batch passes on its hidden states and gets back its gradients at each border of two blocks. A stage
     has as many micro-batches in flight as there are stages behind its input, so that later ones wait for a share of
     this time.
     """
     if parallel.pp == 1 or not runs_here(question):
         return 0.0
     bandwidth = ring_bandwidth(question.cluster, parallel.pp, parallel.devices // parallel.pp)
-    there_and_back = 2 * (parallel.pp - 1) * _message_bytes(question, parallel) / bandwidth
+    there_and_back = (
+        2 * (parallel.pp * parallel.virtual_pipeline_size - 1) * _message_bytes(question, parallel) / bandwidth
+    )
     return there_and_back * (1 + (_micro_batches(question, parallel) - 1) / parallel.pp)
 
 
@@ -42,12 +44,12 @@ def pipeline_sentence(question: Question, parallel: Parallelism) -> str:
     """Return a sentence about the stages of a pipeline; empty if there is none, or a paper's program has it."""
     if parallel.pp == 1 or not runs_here(question):
         return ""
-    count, stages = _micro_batches(question, parallel), parallel.pp
+    count, stages, blocks = _micro_batches(question, parallel), parallel.pp, parallel.virtual_pipeline_size
     sent = format_bytes(_message_bytes(question, parallel))
     return (
-        f"Each of {stages} pipeline stages is idle for {(stages - 1) / (count + stages - 1):.0%} of the step, with "
-        f"{count} micro-batches of one sequence. For each of them, a device sends {sent} to the next stage and gets "
-        "as much back."
+        f"Each of {stages} pipeline stages is idle for {(stages - 1) / (blocks * count + stages - 1):.0%} of the step, "
+        f"with {count} micro-batches of one sequence. For each of them, a device sends {sent} to the next stage "
+        f"{f'{blocks} times ' if blocks > 1 else ''}and gets as much back."
     )
 
 
