@@ -54,6 +54,7 @@ class DistributedStrategy(CheckpointingStrategy):
         self._given_accelerator: Accelerator | None = None
         self._processes: Processes | None = None
         self._divided = contextlib.ExitStack()
+        self._in_training_step = False
 
     @abstractmethod
     def _slice_bounds(self, batch: int, tokens: int) -> tuple[int, ...]:
@@ -224,7 +225,10 @@ class DistributedStrategy(CheckpointingStrategy):
         refuse_joint_optimizers(trainer)
 
         def drops_gradients() -> bool:
-            """Whether Lightning calls `zero_grad` between this training step and its backward."""
+            """Whether Lightning calls `zero_grad` between this call of the model and its backward."""
+            if not self._in_training_step:
+                return False
+            refuse_early_gradients(trainer)  # hooks may be new
             return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
         layers = StageLayers(engine, pipeline.in_flight)

@@ -324,7 +324,11 @@ class MemoStrategy(DistributedStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         step = functools.partial(super().training_step, *args, **kwargs)
-        return step() if self._runtime is None else self._runtime.forward(step)
+        self._in_training_step = True
+        try:
+            return step() if self._runtime is None else self._runtime.forward(step)
+        finally:
+            self._in_training_step = False
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

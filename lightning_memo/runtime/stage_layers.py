@@ -20,8 +20,8 @@ class StageLayers:
         engine.micro_batches.in_flight = tuple(in_flight)
 
     def profiles(self, batch: int, tokens: int) -> bool:
-        """Return whether a micro-batch is going to be profiled; see `Engine.profiles`."""
-        return self._engine.profiles(batch, tokens)
+        """Return whether a micro-batch is going to be profiled, or there is no plan yet: it then runs alone."""
+        return not self._engine.micro_batches.are_counted or self._engine.profiles(batch, tokens)
 
     def begin_micro_batch(self, number: int, block: int, backward: bool, alone: bool) -> None:
         """Begin the forward or the backward of a micro-batch through a block of layers.

@@ -101,6 +101,11 @@ class MicroBatches:
         self._calls_of: list[int] = []
         self._calls, self._groups = calls, groups
 
+    @property
+    def are_counted(self) -> bool:
+        """Whether the layer calls of each block are known, which is so after the first batch."""
+        return bool(self._calls_of)
+
     def begin_alone(self, block: int, backward: bool) -> None:
         """Begin the forward or the backward of a micro-batch, while no other one is in flight.
 

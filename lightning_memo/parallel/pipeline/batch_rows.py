@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_memo.parallel.batches.divide_batch import IGNORED
 
@@ -63,11 +64,12 @@ def micro_batches_of(arguments: Mapping[str, Any], micro_batch_size: int) -> lis
 
 def _rows(name: str, value: Any, rows: int, start: int, size: int) -> Any:
     """Return some rows of an argument, or all of it if it is no tensor or the same for all rows."""
-    if not isinstance(value, Tensor) or name == _WHOLE:
+    if name == _WHOLE or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
         return value
-    if name not in _BY_ROW or value.dim() < 2 or value.shape[0] not in (1, rows):
+    if not isinstance(value, Tensor) or name not in _BY_ROW or value.dim() < 2 or value.shape[0] not in (1, rows):
+        given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(
-            f"pipeline_parallel_size: it is not known how to divide the argument {name} {list(value.shape)} of the "
+            f"pipeline_parallel_size: it is not known how to divide the argument {name} {given} of the "
             f"model into micro-batches: give {', '.join(_BY_ROW)} [batch, tokens] only, or set pipeline_parallel_size=1"
         )
     return value if value.shape[0] < rows else value[start : start + size]
@@ -80,5 +82,6 @@ def _item_count(arguments: Mapping[str, Any]) -> Tensor:
         return given
     shifted = arguments.get("shift_labels")
     targets = arguments["labels"][..., 1:] if shifted is None else shifted
+    ignored = arguments.get("ignore_index", IGNORED)
     # A batch without any label has loss 0, not 0 / 0.
-    return (targets != IGNORED).sum().clamp(min=1).to(torch.float32)
+    return (targets != ignored).sum().clamp(min=1).to(torch.float32)

@@ -72,7 +72,7 @@ class HeldGradients:
             )
         for place, gradient in held:
             part = local_part(gradient)
-            part.mul_(factor.to(part.dtype))
+            part.mul_(factor)  # which is not rounded to the type of the gradients
             if place.grad is None:
                 place.grad = gradient
             else:

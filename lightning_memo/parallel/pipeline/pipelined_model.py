@@ -60,6 +60,16 @@ class StageEngine(Protocol):
         """
 
 
+class NothingButLossError(ValueError, AttributeError):
+    """The output of a model on a stage was asked for more than the loss. `hasattr` says that there is none."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"pipeline_parallel_size: the model's {name} are not there, as each stage has parts of the micro-batches: "
+            "use the loss alone, or set pipeline_parallel_size=1"
+        )
+
+
 class PipelineOutput:
     """What a model returns on every stage: the loss of the batch.
 
@@ -70,22 +80,21 @@ class PipelineOutput:
     def __init__(self, loss: Tensor) -> None:
         self.loss = loss
 
+    def __contains__(self, key: object) -> bool:
+        return key == "loss"
+
     def __getitem__(self, key: int | str) -> Tensor:
         if key in (0, "loss"):
             return self.loss
-        raise _nothing_but_loss(str(key))
+        raise NothingButLossError(str(key))
 
     def __getattr__(self, name: str) -> Any:
         if name in _ABSENT:
-            raise _nothing_but_loss(name)
+            raise NothingButLossError(name)
         raise AttributeError(name)
 
-
-def _nothing_but_loss(name: str) -> ValueError:
-    return ValueError(
-        f"pipeline_parallel_size: the model's {name} are not there, as each stage has parts of the micro-batches: use "
-        "the loss alone, or set pipeline_parallel_size=1"
-    )
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.loss if key == "loss" else default
 
 
 class PipelinedModel:
@@ -178,6 +187,12 @@ class PipelinedModel:
                 f"pipeline_parallel_size: {class_name(self._model)} was called without labels, and stages return the "
                 "loss only: pass labels, or set pipeline_parallel_size=1"
             )
+        if arguments.get("return_dict", getattr(config, "return_dict", None)) is False:
+            raise ValueError(
+                f"pipeline_parallel_size: {class_name(self._model)} got return_dict=False, and stages return an output "
+                "with the loss: leave return_dict out of the call and of the model's config, and take .loss, or set "
+                "pipeline_parallel_size=1"
+            )
         for name in _ASKED:
             if arguments.get(name, getattr(config, name, None)) not in (None, False):
                 raise ValueError(
@@ -258,7 +273,9 @@ class PipelinedModel:
         hidden, received = self._alive.pop((action.micro_batch, action.block))
         gradient = None if self._ends(action) else self._messages.receive_gradient(hidden)
         if hidden.requires_grad:
-            torch.autograd.backward(hidden, gradient)
+            # As in plain training, where an autocast context of the training step has ended before the backward.
+            with torch.autocast(hidden.device.type, enabled=False):
+                torch.autograd.backward(hidden, gradient)
         if received is not None:
             own = received.grad if received.grad is not None else torch.zeros_like(received)
             self._messages.send_gradient(own)
