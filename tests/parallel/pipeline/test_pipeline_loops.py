@@ -36,7 +36,9 @@ class UnusedForward(Callback):
         self._batch = batch
 
     def on_before_optimizer_step(self, trainer: Trainer, module: LightningModule, optimizer: Any) -> None:
+        before = [p.grad.clone() for p in module.parameters()]
         module.model(**self._batch)
+        assert all(torch.equal(p.grad, gradient) for p, gradient in zip(module.parameters(), before, strict=True))
 
 
 class LateHook(Callback):
