@@ -186,11 +186,8 @@ class MemoConfig:
 
     def _check_pipeline(self) -> None:
         _check_count("pipeline_parallel_size", self.pipeline_parallel_size)
-        _check_count("virtual_pipeline_size", self.virtual_pipeline_size)
-        if type(self.micro_batch_size) is not int or self.micro_batch_size < 1:
-            raise ValueError(
-                f"micro_batch_size={self.micro_batch_size!r} is not a number of rows: give an integer of at least 1"
-            )
+        _check_count("virtual_pipeline_size", self.virtual_pipeline_size, of="blocks of layers")
+        _check_count("micro_batch_size", self.micro_batch_size, of="rows")
         layers = self.pipeline_layers
         counted = isinstance(layers, Sequence) and all(type(number) is int and number >= 1 for number in layers)
         if layers is not None and (isinstance(layers, str) or not counted):
@@ -307,9 +304,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _check_count(name: str, value: Any, or_else: str = "") -> None:
+def _check_count(name: str, value: Any, or_else: str = "", of: str = "processes") -> None:
     if type(value) is not int or value < 1:
-        raise ValueError(f"{name}={value!r} is not a number of processes: give an integer of at least 1{or_else}")
+        raise ValueError(f"{name}={value!r} is not a number of {of}: give an integer of at least 1{or_else}")
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -127,7 +127,10 @@ def test_a_small_host_budget_holds() -> None:
     ("settings", "message"),
     [
         ({"virtual_pipeline_size": 2}, "virtual_pipeline_size=2 is for a pipeline"),
-        ({"virtual_pipeline_size": 0, "pipeline_parallel_size": 2}, "virtual_pipeline_size=0"),
+        (
+            {"virtual_pipeline_size": 0, "pipeline_parallel_size": 2},
+            "=0 is not a number of blocks of layers",
+        ),
         (
             {"virtual_pipeline_size": 2, "pipeline_parallel_size": 2, "pipeline_layers": [4, 4]},
             "virtual_pipeline_size=2: give 4 numbers",
