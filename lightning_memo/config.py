@@ -50,7 +50,6 @@ _ALLOWED_IN_PIPELINES: Final[dict[str, tuple[Any, ...]]] = {
     "offload_state": (False,),
     "slice_tokens": ("auto",),
     "host_backed": ("auto", "none"),
-    "storage": ("auto", "alpha"),
     "schedule": ("auto", "layer", "nest"),
     "spill_path": (None,),
     "plan": (None,),
@@ -261,8 +260,6 @@ class MemoConfig:
     @property
     def plans_kinds(self) -> bool:
         """Whether plans name a place for each kind of tensor, if there is one stack of layers that can be cut."""
-        if self.pipeline_parallel_size > 1:
-            return False
         return self.storage == "kinds" or (self.storage == "auto" and not self._contradicts_kinds())
 
     def _check_spill(self) -> None:

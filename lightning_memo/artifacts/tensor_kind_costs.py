@@ -21,7 +21,7 @@ from statistics import median
 from typing import Any, Final, Literal
 
 from lightning_memo.artifacts.json_documents import check_range
-from lightning_memo.artifacts.layer_costs import LayerCosts
+from lightning_memo.artifacts.layer_costs import LayerCosts, resident_calls
 
 Place = Literal["keep", "swap", "spill"]
 """Where a tensor is stored: on the device, in host memory, or on NVMe."""
@@ -161,8 +161,11 @@ class StorageCosts:
     recomputed_device_bytes: int = 0
     """Part of `transient_device_bytes` for tensors that layers recompute: it is not needed if they are stored."""
 
+    in_flight: int | None = None
+    """On a stage of a pipeline, number of micro-batches whose layer calls these are; see `LayerCosts`."""
+
     def __post_init__(self) -> None:
-        check_range(self, {"tokens": 1})
+        check_range(self, {"tokens": 1, "in_flight": 1})
         if set(self.call_classes) != set(range(len(self.classes))) or not self.classes:
             raise ValueError(
                 f"call_classes must refer to each of the {len(self.classes)} classes of layer calls, and to no others"
@@ -212,7 +215,17 @@ class StorageCosts:
             fixed_device_bytes=step.fixed_device_bytes,
             transient_device_bytes=step.working_bytes(1.0),
             recomputed_device_bytes=step.working_bytes(1.0) - step.working_bytes(0.0),
+            in_flight=step.in_flight,
         )
+
+    def of_micro_batches(self, in_flight: int) -> StorageCosts:
+        """Return the costs of several micro-batches in flight on a stage of a pipeline.
+
+        Args:
+            in_flight: Number of micro-batches, whose layer calls follow one another.
+        """
+        seconds = in_flight * self.outside_seconds
+        return replace(self, call_classes=self.call_classes * in_flight, in_flight=in_flight, outside_seconds=seconds)
 
     @property
     def calls(self) -> int:
@@ -237,15 +250,29 @@ class StorageCosts:
         return tuple(self.call_classes.count(number) for number in range(len(self.classes)))
 
     @property
+    def leaving_calls(self) -> int:
+        """Number of layer calls that leave the device, which are the first ones."""
+        return self.calls - resident_calls(self.calls, self.in_flight)
+
+    @property
     def class_copies(self) -> tuple[int, ...]:
-        """Number of layer calls of each class that leave the device: all but the last two (MEMO, section 4.2)."""
-        leaving = self.call_classes[:-2]
+        """Number of layer calls of each class that leave the device."""
+        leaving = self.call_classes[: self.leaving_calls]
         return tuple(leaving.count(number) for number in range(len(self.classes)))
 
     @property
     def pairs(self) -> Counter[tuple[int, int]]:
-        """Number of times that a call of one class is copied while the next call, of another class, computes."""
-        return Counter(zip(self.call_classes[:-2], self.call_classes[1:], strict=False))
+        """Number of times that a call of one class is copied while the next call, of another class, computes.
+
+        If all calls leave, the first call of a later micro-batch follows the last one.
+        """
+        leaving, following = self.call_classes[: self.leaving_calls], self.call_classes[1:]
+        return Counter(zip(leaving, following + self.call_classes[:1], strict=False))
+
+    @property
+    def unpaired(self) -> tuple[int, ...]:
+        """Classes of the layer calls that compute while nothing is copied: the first and the last one, or none."""
+        return () if self.leaving_calls == self.calls else tuple(self.call_classes[n] for n in {0, self.calls - 1})
 
 
 def _typical(calls: Sequence[CallCosts]) -> CallCosts:

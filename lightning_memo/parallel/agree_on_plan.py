@@ -39,6 +39,6 @@ def _solve_together(
         plan = solve(None, may_be_plain)
     except ValueError as refused:
         error = refused
-    ranks.raise_together(error, everyone)
+    ranks.raise_alike(error, everyone)
     assert plan is not None
     return plan

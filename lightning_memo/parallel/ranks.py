@@ -17,6 +17,10 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
+class FailedElsewhere(ValueError):
+    """Another rank has an error."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """The ranks that a process shares its run, its step and its host with. The default is a single process.
@@ -63,6 +67,24 @@ class Ranks:
             return values
         return [v for of_stage in gather(values, self.stages) for v in of_stage]
 
+    def raise_alike(self, error: Exception | None, everyone: bool = True) -> None:
+        """Raise on every rank that cuts layers into the same slices if any of them has an error.
+
+        Ranks without one raise a :class:`FailedElsewhere`. Other stages of a pipeline are not told.
+
+        Args:
+            error: Error of this rank, or `None`.
+            everyone: As for :meth:`gather`.
+
+        Raises:
+            ValueError: A rank has an error.
+        """
+        messages = self.gather_slicing(None if error is None else str(error), everyone)
+        if error is not None:
+            raise error
+        if failed := [message for message in messages if message is not None]:
+            raise FailedElsewhere(failed[0])
+
     def raise_together(self, error: Exception | None, everyone: bool = True) -> None:
         """Raise on every rank if any rank has an error. A single process raises its own error.
 
@@ -73,7 +95,7 @@ class Ranks:
         Raises:
             ValueError: A rank has an error. The message is one line that names the first such rank.
         """
-        message = None if error is None else str(error)
+        message = None if error is None or isinstance(error, FailedElsewhere) else str(error)
         messages = gather(message) if everyone and self.world else self.gather_slicing(message, everyone)
         failed = [(rank, message) for rank, message in enumerate(messages) if message is not None]
         if not failed:

@@ -29,7 +29,9 @@ def kinds_table(plan: StoragePlan, costs: StorageCosts) -> Table:
     """
     table = Table(
         title="Kinds of tensors, in shares of the tokens",
-        caption="The last two layer calls keep on the device what other calls of their class swap.",
+        caption="The last two layer calls keep on the device what other calls of their class swap."
+        if costs.leaving_calls < costs.calls
+        else None,
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
@@ -67,14 +69,14 @@ def numbers_text(numbers: Iterable[int]) -> str:
 
 
 def resources_table(plan: StoragePlan) -> Table:
-    """Make a table of the resources, and by how much one more GiB or GB/s of each would shorten a step.
+    """Make a table of the resources, and how much time one more GiB or GB/s of each would save.
 
     Args:
         plan: A plan with the prices of its linear program.
     """
     table = Table(title="Gain from more of each resource", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("resource")
-    for name in ("budget", "used", "1 more shortens a step by up to"):
+    for name in ("budget", "used", "1 more saves up to"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in resource_sensitivities(plan):
         table.add_row(row.resource, *_resource_cells(row))

@@ -15,6 +15,7 @@ from lightning_memo.estimate.step.activation_fractions import format_alpha
 from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs
 from lightning_memo.estimate.step.published_alpha import PUBLISHED_ALPHAS, published_alpha
 from lightning_memo.estimate.step.step_estimate import estimate
+from lightning_memo.estimate.step.training_plan import alpha_plan
 from lightning_memo.estimate.times.layer_times import data_parallel_seconds, layer_times, ring_bandwidth
 from lightning_memo.estimate.times.outside_times import optimizer_seconds, outside_seconds
 from lightning_memo.estimate.why_slower import step_parts
@@ -37,11 +38,11 @@ def ask(**changes: object) -> Question:
 
 
 def test_alpha_is_that_of_the_program_that_training_solves() -> None:
-    staged = replace(RING, pp=2)  # whose plans name no kinds of tensors
-    question = ask(seq_len=512 * 1024, gpus=16, precision="bf16-true")
-    solution = solve_alpha(estimated_layer_costs(question, staged), device_budget(question, staged))
+    question = ask(seq_len=512 * 1024)
+    costs, room = estimated_layer_costs(question, RING), device_budget(question, RING)
+    solution = solve_alpha(costs, room)
     assert 0.3 < solution.alpha < 0.6
-    assert estimate(question, staged).alpha == pytest.approx(solution.alpha, abs=1e-5)
+    assert alpha_plan(question, RING, costs, room, "auto").swap.alpha == pytest.approx(solution.alpha, abs=1e-5)
 
 
 def test_a_rule_beyond_the_program_is_declared() -> None:

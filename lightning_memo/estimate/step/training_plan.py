@@ -14,12 +14,12 @@ from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import element_bytes, layer_kernels
 from lightning_memo.estimate.step.kind_costs import estimated_storage_costs, storable_tensors
-from lightning_memo.estimate.step.planner_inputs import largest_slot
+from lightning_memo.estimate.step.planner_inputs import largest_slot, sequences_in_flight
 from lightning_memo.planner import plan_swap
 from lightning_memo.planner.alpha.plain_training import plain_plan
 from lightning_memo.planner.choose_plan import choose_plan
 from lightning_memo.planner.device_budget import usable_device_bytes, with_spare_device
-from lightning_memo.planner.storage.plan_storage_kinds import plan_kinds
+from lightning_memo.planner.storage.plan_storage_kinds import plan_kinds, plan_of_one_micro_batch
 from lightning_memo.planner.storage.storage_plan_slices import stored_bytes_of_calls
 from lightning_memo.planner.storage.storage_planner import StorageError
 from lightning_memo.planner.token_slices import SavedBytes, tile_of
@@ -41,7 +41,7 @@ def training_plan(question: Question, parallel: Parallelism, costs: LayerCosts, 
     """
     budget = measured_budget(question, costs, room)
     by_kind = None
-    if _settings(question, parallel).plans_kinds and parallel.pp == 1:
+    if _settings(question, parallel).plans_kinds:
         by_kind = _plan_by_kind(question, parallel, costs, budget)
     return choose_plan(
         by_kind,
@@ -94,14 +94,18 @@ def _settings(question: Question, parallel: Parallelism) -> MemoConfig:
         alpha=wanted_alpha(question),
         tensor_parallel_size=parallel.tp,
         context_parallel_size=parallel.cp,
+        pipeline_parallel_size=parallel.pp,
         slice_tokens="auto" if question.slices is None else question.slices.tokens,
     )
 
 
 def _plan_by_kind(question: Question, parallel: Parallelism, costs: LayerCosts, budget: Budget) -> Plan | None:
-    """Plain training if that fits, otherwise the best plan by kinds of tensors; None if there is none."""
+    """Plain training if that fits, otherwise the best plan by kinds of tensors; None if there is none.
+
+    On a stage of a pipeline it is planned for all sequences in flight, none of which is trained plainly.
+    """
     label = _fingerprint(question, parallel, costs)
-    plain = plain_plan(costs, budget, label, "layer")
+    plain = plain_plan(costs, budget, label, "layer") if parallel.pp == 1 else None
     if plain is not None:
         return plain
     storage_costs = estimated_storage_costs(question, parallel, costs)
@@ -109,19 +113,25 @@ def _plan_by_kind(question: Question, parallel: Parallelism, costs: LayerCosts, 
     for run in question.runs(parallel):
         products = storage_costs.classes[storage_costs.call_classes[len(tensors)]].products
         tensors += [storable_tensors(run, products, costs.tokens, parallel.tp)] * run.shape.layers
+    room = with_spare_device(budget, costs)
+    if parallel.pp > 1:
+        count = sequences_in_flight(question, parallel)
+        storage_costs, tensors = storage_costs.of_micro_batches(count), tensors * count
+        room = replace(room, host_bytes=room.host_bytes * count)
     try:
-        return plan_kinds(
+        plan = plan_kinds(
             costs,
             storage_costs,
-            StorageBudget.of(with_spare_device(budget, costs), costs),
+            StorageBudget.of(room, costs),
             label,
             tile_tokens=tile_of(costs.tokens),
-            stored_bytes=lambda plan: stored_bytes_of_calls(plan, tensors, costs.tokens),
-            common_bounds=parallel.tp > 1 or parallel.cp > 1,
+            stored_bytes=lambda plan: stored_bytes_of_calls(plan, tensors, costs.tokens, storage_costs.leaving_calls),
+            common_bounds=() if parallel.tp > 1 or parallel.cp > 1 else None,
             nested=parallel.cp > 1,
         )
     except StorageError:
         return None
+    return plan if parallel.pp == 1 else plan_of_one_micro_batch(plan)
 
 
 def _fingerprint(question: Question, parallel: Parallelism, costs: LayerCosts) -> Fingerprint:

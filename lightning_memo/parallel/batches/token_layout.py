@@ -153,6 +153,11 @@ class TokenLayout:
         return self.tokens // (self.ring * self.ulysses)
 
     @property
+    def bounds_of_order(self) -> tuple[int, ...]:
+        """The slice bounds if they decide in which order a process has its tokens; empty if they do not."""
+        return self.bounds if self.outside or self.shards > 1 else ()
+
+    @property
     def sections(self) -> tuple[range, ...]:
         """Ranges of positions, each of which is divided over the context-parallel ranks."""
         if not (self.outside and self.bounds):

@@ -166,7 +166,7 @@ class PipelinedModel:
     def _run_batch(self, forward: Callable[..., Any], micro_batches: Sequence[dict[str, Any]]) -> PipelineOutput:
         run = functools.partial(self._run_action, forward, micro_batches, self._current.layout)
         self._alive.clear()
-        self._messages.begin(() if self._current.layout is None else self._current.layout.bounds)
+        self._messages.begin(() if self._current.layout is None else self._current.layout.bounds_of_order)
         if not torch.is_grad_enabled():
             return PipelineOutput(self._run(forwards_only(len(micro_batches), *self._sizes), run))
         alone = self._profiles(micro_batches[0])

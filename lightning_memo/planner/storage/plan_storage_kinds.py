@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -32,7 +32,7 @@ def plan_kinds(
     *,
     tile_tokens: int,
     stored_bytes: Callable[[StoragePlan], StoredBytes],
-    common_bounds: bool = False,
+    common_bounds: Collection[int] | None = None,
     nested: bool = False,
 ) -> Plan:
     """Decide where each kind of tensor is stored so that the step time is minimal and all budgets hold to the byte.
@@ -44,7 +44,8 @@ def plan_kinds(
         fingerprint: Run on which the costs were measured.
         tile_tokens: Slices begin at multiples of this many tokens where possible.
         stored_bytes: Returns the exact bytes of a plan, alignment included.
-        common_bounds: Whether all layer calls run in the same slices.
+        common_bounds: Where slices of other processes end, if all layer calls run in the same slices as these; `None`
+            if each may be cut by itself.
         nested: Whether attention runs over all slices of a layer at once, so that its outputs cannot be recomputed.
 
     Raises:
@@ -59,9 +60,37 @@ def plan_kinds(
         budget=budget.capacities,
         swap=swap,
         step_seconds=storage.needs.step_seconds,
-        reason=_reason(storage),
+        reason=_reason(storage, "a step" if swap.in_flight is None else "the time of this stage"),
         storage_costs=storage_costs,
     )
+
+
+def plan_of_one_micro_batch(plan: Plan) -> Plan:
+    """Return a plan for several micro-batches in flight as one of a single micro-batch.
+
+    Its seconds and host bytes are those of one, and what stays on the device is that of all of them.
+
+    Args:
+        plan: Plan whose costs are those of one micro-batch.
+    """
+    swap, storage = plan.swap, plan.swap.storage
+    assert storage is not None and swap.in_flight is not None
+    count, calls = swap.in_flight, plan.costs.calls
+    storage = replace(
+        storage,
+        call_classes=storage.call_classes[:calls],
+        needs=replace(storage.needs, step_seconds=storage.needs.step_seconds / count),
+        prices=tuple(replace(price, seconds=price.seconds / count) for price in storage.prices),
+    )
+    swap = replace(
+        swap,
+        calls=calls,
+        storage=storage,
+        stored_host_bytes=swap.stored_host_bytes // count,
+        stored_spill_bytes=swap.stored_spill_bytes[:calls],
+        in_flight=None,
+    )
+    return replace(plan, swap=swap, step_seconds=plan.step_seconds / count, reason=_reason(storage, "a step"))
 
 
 def common_problem(
@@ -128,7 +157,7 @@ class _Problem:
     costs: StorageCosts
     tile_tokens: int
     stored_bytes: Callable[[StoragePlan], StoredBytes]
-    common_bounds: bool
+    common_bounds: Collection[int] | None
     nested: bool
 
     def best(self, budget: StorageBudget) -> SwapPlan:
@@ -168,7 +197,8 @@ class _Problem:
         )
 
     def _exact(self, storage: StoragePlan) -> SwapPlan:
-        storage = with_common_bounds(storage) if self.common_bounds else storage
+        if self.common_bounds is not None:
+            storage = with_common_bounds(storage, self.common_bounds)
         sizes = self.stored_bytes(storage)
         return SwapPlan(
             mode="memo",
@@ -181,6 +211,7 @@ class _Problem:
             stored_host_bytes=sizes.host,
             stored_spill_bytes=sizes.spill,
             kept_bytes=sizes.kept,
+            in_flight=self.costs.in_flight,
         )
 
     def _less(self, limits: StorageBudget, swap: SwapPlan, budget: StorageBudget) -> StorageBudget | None:
@@ -235,14 +266,14 @@ def _step_seconds(swap: SwapPlan) -> float:
     return swap.storage.needs.step_seconds
 
 
-def _reason(plan: StoragePlan) -> str:
-    """One sentence for each binding resource."""
+def _reason(plan: StoragePlan, time: str) -> str:
+    """One sentence for each binding resource, about `time`."""
     binding = [row for row in resource_sensitivities(plan) if row.binds]
     if not binding:
-        return "Nothing limits the step: more memory or bandwidth would not make it shorter."
-    return " ".join(_sentence(row) for row in binding)
+        return f"Nothing limits {time}: more memory or bandwidth would not make it shorter."
+    return " ".join(_sentence(row, time) for row in binding)
 
 
-def _sentence(row: ResourceSensitivity) -> str:
-    more = f"with 1 {row.unit} more, a step would be up to {format_seconds(row.seconds)} ({row.percent:.1f} %) shorter"
+def _sentence(row: ResourceSensitivity, time: str) -> str:
+    more = f"with 1 {row.unit} more, {time} would be up to {format_seconds(row.seconds)} ({row.percent:.1f} %) shorter"
     return f"{row.resource[0].upper()}{row.resource[1:]} is a limit: {more}."

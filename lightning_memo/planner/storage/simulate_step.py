@@ -6,7 +6,7 @@ NVMe). Layer calls i and i + 2 share a rounding buffer, which holds the activati
 - forward i starts when forward i - 1 has ended and the offload of call i - 2 has emptied the buffer;
 - the offload of call i starts when forward i and the previous offload have ended; its spilled part is written to NVMe
   at the same time;
-- the last two calls stay in their buffers;
+- the last two calls stay in their buffers, unless several micro-batches are in flight;
 - the prefetch of call i starts when backward i + 2 and the previous prefetch have ended; its spilled part is read from
   NVMe at the same time;
 - backward i, with its recomputation, starts when backward i + 1 and the prefetch of call i have ended.
@@ -231,6 +231,7 @@ class _Step:
 
     def __init__(self, work: Sequence[_Work], costs: StorageCosts, budget: StorageBudget) -> None:
         self._work, self._costs, self._budget = work, costs, budget
+        self._leaving = len(work) - (2 if costs.in_flight in (None, 1) else 0)
         self._free: dict[Stream, float] = {"compute": 0.0, "offload": 0.0, "prefetch": 0.0, "spill": 0.0}
         self._buffer_free = [0.0, 0.0]
         self._began = [0.0] * len(work)  # forwards
@@ -246,16 +247,16 @@ class _Step:
         transient = self._costs.transient_device_bytes - min(spared, self._costs.recomputed_device_bytes)
         self._device.hold(self._costs.fixed_device_bytes + transient + buffers, 0, 0.0)
         order = list(enumerate(self._work))
-        leaving = order[:-2]
+        leaving = order[: self._leaving]
         if self._budget.nvme:
             largest = max((work.spilled_bytes for _, work in leaving), default=0)
             self._host.hold(math.ceil(self._budget.nvme.bounce_share * largest), 0, 0.0)
         for call, work in order:
             self._forward(call, work)
-            if call < len(leaving) and work.moved_bytes:
+            if call < self._leaving and work.moved_bytes:
                 self._copy_out(call, work)
         for call, work in reversed(order):
-            if call < len(leaving) and work.moved_bytes:
+            if call < self._leaving and work.moved_bytes:
                 self._copy_back(call, work)
             self._backward(call, work)
         return SimulatedStep(
@@ -288,7 +289,7 @@ class _Step:
             )
 
     def _backward(self, call: int, work: _Work) -> None:
-        moved = call < len(self._work) - 2 and work.moved_bytes
+        moved = call < self._leaving and work.moved_bytes
         ready = self._free["prefetch"] if moved else 0.0
         _, end = self._do("compute", "backward", call, ready, work.backward_seconds)
         self._buffer_free[call % 2] = end

@@ -65,8 +65,8 @@ def _step_seconds(costs: StorageCosts, budget: StorageBudget, calls: Sequence[Ca
     ]
     copies = [_copy_seconds(costs, budget, call, plan) for call, plan in parts]
     seconds = costs.outside_seconds
-    for call in {0, costs.calls - 1}:
-        seconds += sum(compute[costs.call_classes[call]])
+    for number in costs.unpaired:
+        seconds += sum(compute[number])
     for (copied, computed), count in costs.pairs.items():
         seconds += count * sum(max(pair) for pair in zip(copies[copied], compute[computed], strict=True))
     return seconds

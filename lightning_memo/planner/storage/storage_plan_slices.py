@@ -5,7 +5,7 @@ Slices are bounded by the union of the bounds of the plan's ranges.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -37,9 +37,14 @@ def stored_slices(plan: StoragePlan, call: int, tokens: int) -> tuple[TokenRange
     return tuple(slices)
 
 
-def with_common_bounds(plan: StoragePlan) -> StoragePlan:
-    """Return the same plan with the slices of all layer calls cut alike, as processes that share tokens need them."""
-    bounds = sorted({bound for call in plan.calls for bound in call.bounds})
+def with_common_bounds(plan: StoragePlan, others: Collection[int] = ()) -> StoragePlan:
+    """Return the same plan with the slices of all layer calls cut alike, as processes that share tokens need them.
+
+    Args:
+        plan: The plan.
+        others: Where slices of other processes end.
+    """
+    bounds = sorted({bound for call in plan.calls for bound in call.bounds}.union(others))
 
     def cut(r: StoredRange) -> Iterator[StoredRange]:
         inner = [bound for bound in bounds if r.start < bound < r.stop]
@@ -66,13 +71,16 @@ def stored_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[Toke
     )
 
 
-def stored_bytes_of_calls(plan: StoragePlan, calls: Sequence[Sequence[SavedBytes]], tokens: int) -> StoredBytes:
+def stored_bytes_of_calls(
+    plan: StoragePlan, calls: Sequence[Sequence[SavedBytes]], tokens: int, leaving: int
+) -> StoredBytes:
     """Return the bytes that all layer calls store by a plan.
 
     Args:
         plan: The plan.
         calls: For each layer call, the tensors that it saves, and the outputs of its matrix products.
         tokens: Number of tokens that `calls` were measured for.
+        leaving: Number of layer calls that leave the device, which are the first ones.
     """
     swapped, spilled, kept = [], [], []
     for number, saved in enumerate(calls):
@@ -81,7 +89,7 @@ def stored_bytes_of_calls(plan: StoragePlan, calls: Sequence[Sequence[SavedBytes
         spilled.append(stored_bytes(saved, tokens, slices, "spill"))
         kept.append(stored_bytes(saved, tokens, slices, "keep"))
     slot = max(map(sum, zip(swapped, spilled, strict=True)))
-    return StoredBytes(slot=slot, host=sum(swapped[:-2]), kept=sum(kept), spill=tuple(spilled))
+    return StoredBytes(slot=slot, host=sum(swapped[:leaving]), kept=sum(kept), spill=tuple(spilled))
 
 
 def why_not_stored(plan: StoragePlan, nested: bool) -> str:

@@ -62,9 +62,9 @@ def solve_storage(
 
     As in MEMO, section 4.2, the offload of a layer call overlaps the forward of the next call, and its prefetch the
     next call's backward with its recomputation. Each such pair takes as long as the longer of the two, which is
-    exact for a schedule with two rounding buffers. The last two calls copy nothing. If all layers are equal, the
-    objective is MEMO's time of a step, in which a call's copy overlaps its own computation. Calls of one class have the
-    same shares.
+    exact for a schedule with two rounding buffers. The last two calls copy nothing, unless several micro-batches are
+    in flight. If all layers are equal, the objective is MEMO's time of a step, in which a call's copy overlaps its own
+    computation. Calls of one class have the same shares.
 
     Args:
         costs: Bytes and seconds of each class of layer calls.
@@ -149,9 +149,8 @@ class _Model:
         for part in self._classes:
             self._add_places(part)
         self._add_capacities()
-        ends = {0, costs.calls - 1}  # these calls do not overlap with a copy
         self._constant = costs.outside_seconds
-        self._step = add(self._add_compute(self._classes[costs.call_classes[call]]) for call in ends)
+        self._step = add(self._add_compute(self._classes[number]) for number in costs.unpaired)
         for (copied, computed), count in costs.pairs.items():
             times = self._add_pair(self._classes[copied], self._classes[computed])
             self._step = add([self._step, scale(times, count)])

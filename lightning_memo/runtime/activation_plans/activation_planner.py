@@ -180,7 +180,7 @@ class ActivationPlanner(MetersSteps):
         step = self._measured(profile, step_seconds, first)
         if not self._ranks.world and return_keys(step, self._engine, self._config.alpha):
             return  # the next batch is profiled
-        plan = self._solve(step, first)
+        plan = self._raising_together(lambda: self._solve(step, first), everyone=first)
         kernels = self._engine.attention
         precision = self._engine.settings.swap_precision if plan.swap.mode == "memo" else "exact"
         swap = replace(plan.swap, attention=kernels.chosen or plan.swap.attention, precision=precision)
@@ -244,7 +244,7 @@ class ActivationPlanner(MetersSteps):
             return by_kind
 
         def slowest(seconds: Seconds) -> Seconds:
-            of_kind, of_alpha = zip(*self._ranks.gather(seconds, everyone), strict=True)
+            of_kind, of_alpha = zip(*self._ranks.gather_slicing(seconds, everyone), strict=True)
             return max(of_kind), max(of_alpha)
 
         return choose_plan(
@@ -262,18 +262,20 @@ class ActivationPlanner(MetersSteps):
     def _can_name_kinds(self, profile: StepProfile, everyone: bool) -> bool:
         """Whether layers can run by a plan that names a place for each kind of tensor."""
         classes = self._engine.layer_classes
-        return all(self._ranks.gather(profile.uniform and not classes.why_whole, everyone))
+        return all(self._ranks.gather_slicing(profile.uniform and not classes.why_whole, everyone))
 
     def _raising_together(self, work: Callable[[], T], everyone: bool = True) -> T:
-        """Do work that the disk of a single process may refuse; then all processes end.
+        """Do work that may fail in a single process, or in a single stage of a pipeline; then all processes end.
 
         Raises:
             SpillError: The disk refused it. With several processes this is a `ValueError`.
+            ValueError: There is no plan, or it cannot run here.
         """
-        result, error = None, None
+        result: T | None = None
+        error: Exception | None = None
         try:
             result = work()
-        except SpillError as refused:
+        except (SpillError, ValueError) as refused:
             error = refused
         self._ranks.raise_together(error, everyone)
         return cast(T, result)

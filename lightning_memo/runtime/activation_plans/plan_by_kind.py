@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Final
+
 from lightning_memo.artifacts.layer_costs import Budget
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.storage_budget import StorageBudget
@@ -16,6 +19,8 @@ from lightning_memo.planner.storage.uneven_loads import largest_loads, largest_s
 from lightning_memo.planner.token_slices import SavedBytes, tile_of
 from lightning_memo.profiler.measured_costs import measured_call_costs
 from lightning_memo.runtime.activation_plans.measured_step import MeasuredStep
+
+_ATTEMPTS: Final = 8
 
 
 def plan_by_kind(
@@ -32,7 +37,8 @@ def plan_by_kind(
     """Plan plain training if every process has memory for it, otherwise solve the linear program over tensor kinds.
 
     Processes whose layers save the same bytes, or that share experts, solve the same program, with the costs of the
-    slowest process, the largest load and the smallest budget: they get the same plan. Others get plans of their own.
+    slowest process, the largest load and the smallest budget: they get the same plan. Others get plans of their own. So
+    do the stages of a pipeline; with sequence parallelism each cuts its layers where any other one does.
 
     Args:
         step: The measured step.
@@ -51,23 +57,25 @@ def plan_by_kind(
         ValueError: Some process finds no plan.
     """
     plain = plain_plan(step.costs, step.budget, step.label, schedule)
-    if all(ranks.gather(plain is not None, everyone)) and plain is not None:
+    if all(ranks.gather_slicing(plain is not None, everyone)) and plain is not None:
         return plain
     limits = with_spare_device(step.budget, step.costs) if device_measured else step.budget
     own, saved = _problem(step, limits, ranks, everyone, exchanging)
     common = common_problem(ranks.gather(own, everyone))
     sharing = [] if common else ranks.gather(own, everyone=False)  # which may agree where not all do
-    plan = error = None
+    problem = error = None
     try:
         problem = common or common_problem(sharing, divided or exchanging) or own
-        plan = _solve(step, saved, *problem, divided, schedule)
     except ValueError as refused:
         error = refused
-    if optional and any(ranks.gather(error is not None, everyone)):
-        return None
-    ranks.raise_together(error, everyone)
-    assert plan is not None
-    return plan
+    try:
+        ranks.raise_alike(error, everyone)
+        assert problem is not None
+        return _solve_alike(step, saved, *problem, divided, schedule, ranks, everyone)
+    except ValueError:
+        if optional:
+            return None
+        raise
 
 
 def _problem(
@@ -82,12 +90,46 @@ def _problem(
     return (StorageCosts.of_step(calls, step.costs), StorageBudget.of(limits, step.costs)), saved
 
 
-def _solve(
+def _solve_alike(
     step: MeasuredStep,
     saved: list[list[SavedBytes]],
     costs: StorageCosts,
     budget: StorageBudget,
     divided: bool,
+    schedule: Schedule,
+    ranks: Ranks,
+    everyone: bool,
+) -> Plan:
+    """Solve until all stages of a pipeline cut their layers into the same slices, if they have to.
+
+    Raises:
+        ValueError: Some process finds no plan, or bounds of slices differ each time.
+    """
+    bounds: set[int] = set()
+    for _ in range(_ATTEMPTS):
+        plan = error = None
+        try:
+            plan = _solve(step, saved, costs, budget, bounds if divided else None, schedule)
+        except ValueError as refused:
+            error = refused
+        ranks.raise_alike(error, everyone)
+        assert plan is not None and plan.swap.storage is not None
+        own = {bound for call in plan.swap.storage.calls for bound in call.bounds}
+        of_all = ranks.gather_slicing(own, everyone) if ranks.stages is not None else [own]
+        if all(each == own for each in of_all):
+            return plan
+        bounds = bounds.union(*of_all)  # with which other shares may be best, as more slices need more bytes
+    raise ValueError(
+        'the stages of the pipeline find no common slices: set storage="alpha", or sequence_parallel=False'
+    )
+
+
+def _solve(
+    step: MeasuredStep,
+    saved: list[list[SavedBytes]],
+    costs: StorageCosts,
+    budget: StorageBudget,
+    common_bounds: Collection[int] | None,
     schedule: Schedule,
 ) -> Plan:
     tokens = step.profile.tokens
@@ -97,7 +139,7 @@ def _solve(
         budget,
         step.label,
         tile_tokens=tile_of(tokens),
-        stored_bytes=lambda plan: stored_bytes_of_calls(plan, saved, tokens),
-        common_bounds=divided,
+        stored_bytes=lambda plan: stored_bytes_of_calls(plan, saved, tokens, costs.leaving_calls),
+        common_bounds=common_bounds,
         nested=schedule == "nest",
     )

@@ -79,7 +79,8 @@ class WatchAlpha(Callback):
         self._fast_copies.stop()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self.notes = {"alpha": trainer.strategy.plan.swap.alpha}
+        swap = trainer.strategy.plan.swap
+        self.notes = {"alpha": swap.alpha, "storage": swap.storage}
 
 
 @slow_if(lambda alpha, accumulate, zero_stage: (alpha, accumulate, zero_stage) != (0.5, 4, 1))
@@ -145,6 +146,22 @@ def test_tokens_in_another_order_are_refused_in_one_line() -> None:
     assert not first and "a stage cuts the batch into other slices" in last and "\n" not in last
 
 
+@slow_if(lambda divided, device_memory: divided not in ("tp2+sp", "cp2 ring"))
+@pytest.mark.parametrize(
+    ("divided", "device_memory"),
+    [("cp2 ring", "900KiB"), ("cp2 ulysses", "900KiB"), ("tp2", "640KiB"), ("tp2+sp", "560KiB")],
+)
+def test_stages_name_places_for_kinds_of_tensors_by_themselves(divided: str, device_memory: str) -> None:
+    budget = {"storage": "kinds", "device_memory": device_memory, "host_memory": "800KiB"}
+    run = Run(family="llama_tied", tokens=45, batch=6, layers=8, steps=STEPS, clip=0.5)
+    plans = check(run, CONFIGURATIONS[divided][1] | budget, WatchAlpha)["storage"]
+    assert plans[0].executed == plans[1].executed and plans[2].executed == plans[3].executed
+    assert plans[0].calls != plans[2].calls and (len(plans[0].call_classes), len(plans[2].call_classes)) == (8, 4)
+    bounds = [{bound for call in plan.calls for bound in call.bounds} for plan in plans]
+    if divided == "tp2+sp":  # tokens are laid out by slices
+        assert bounds[0] == bounds[2] and len(bounds[0]) > 2
+
+
 @pytest.mark.parametrize("setting", [{"zero_stage": 2}, {"zero_stage": 3}, {"expert_parallel_size": 2}], ids=str)
 def test_what_does_not_run_beside_a_pipeline_is_refused_in_one_line(setting: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="is not supported with pipeline_parallel_size=2: set") as caught:
@@ -158,8 +175,15 @@ def test_pipelines_beside_each_other_make_later_plans_by_themselves() -> None:
     check(run_of(growing=True), {"alpha": 0.5, "zero_stage": 1})
 
 
-@pytest.mark.parametrize(("divided", "alike"), [("tp2+sp", True), pytest.param("tp2", False, marks=pytest.mark.slow)])
-def test_stages_agree_on_alpha_only_if_tokens_are_laid_out_by_slices(divided: str, alike: bool) -> None:
-    settings = CONFIGURATIONS[divided][1] | {"device_memory": "400KiB", "host_memory": "800KiB"}
+@slow_if(lambda divided, device_memory, alike: divided == "tp2")
+@pytest.mark.parametrize(
+    ("divided", "device_memory", "alike"),
+    [("tp2+sp", "400KiB", True), ("tp2", "400KiB", False), ("cp2 ring", "540KiB", False)],
+)
+def test_stages_agree_on_alpha_only_if_tokens_are_laid_out_by_slices(
+    divided: str, device_memory: str, alike: bool
+) -> None:
+    budget = {"device_memory": device_memory, "host_memory": "800KiB"}
+    settings = CONFIGURATIONS[divided][1] | budget | {"storage": "alpha"}
     alphas = check(run_of("llama_gqa"), settings, WatchAlpha)["alpha"]
     assert len(set(alphas)) == (1 if alike else 2) and 0 < alphas[0] < 1

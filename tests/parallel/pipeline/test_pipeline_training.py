@@ -13,6 +13,7 @@ import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from support.markers.slow import slow_if
 from support.parallel_training import Run, train_alone, train_together
+from support.processes import ProcessError
 from support.samples.configurations import BOUND
 
 from lightning_memo.engine import TestMode
@@ -30,6 +31,8 @@ class WatchMemory(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         swap, memory = trainer.strategy.engine.swap, trainer.strategy.engine.memory
         self.notes = {"calls": swap.calls, "in_flight": swap.in_flight, "in_use": trainer.strategy.engine.slots_in_use}
+        stored = () if swap.storage is None else swap.storage.calls
+        self.notes["places"] = sorted({r.place for call in stored for r in call.ranges})
         if memory is not None:
             self.notes |= {"unplanned": memory.stats.unplanned_slots, "overflow": memory.stats.overflow_bytes}
             self.notes |= {"host": memory.host_bytes, "peak": memory.stats.peak_host_bytes}
@@ -75,6 +78,33 @@ def test_equals_one_process_at_every_alpha(alpha: float, accumulate: int) -> Non
     assert (notes["in_flight"], notes["calls"], notes["in_use"]) == ([2, 1], [8, 4], [0, 0])
     assert notes["unplanned"] == notes["overflow"] == [0, 0]
     assert notes["peak"] == notes["host"] and notes["host"][0] == 4 * notes["host"][1] > 0  # 8 calls, and 4 - 2
+
+
+@slow_if(lambda family, device_memory, blocks: family != "llama_tied" or blocks == 1)
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize(
+    ("family", "device_memory"),
+    [("llama_tied", "1000KiB"), ("gemma3_mixed_windows", "1350KiB"), ("llama_lora", "600KiB")],
+)
+def test_a_place_for_each_kind_of_tensor(family: str, device_memory: str, blocks: int) -> None:
+    run = Run(family=family, tokens=45, batch=6, layers=8, steps=3, clip=0.5)
+    budget = {"storage": "kinds", "device_memory": device_memory, "host_memory": "300KiB"}
+    delays = {"test_mode": TestMode(5, 0.0005), "check_restored": True}
+    notes = check(run, {"virtual_pipeline_size": blocks} | budget | delays)
+    assert (notes["calls"], notes["in_use"]) == ([12, 8] if blocks == 2 else [8, 4], [0, 0])
+    assert notes["places"][0] == ["keep", "swap"]
+    assert notes["unplanned"] == notes["overflow"] == [0, 0]
+    assert all(0 < peak <= host for peak, host in zip(notes["peak"], notes["host"], strict=True))
+    assert blocks == 2 or notes["peak"] == notes["host"]
+
+
+def test_a_stage_without_a_plan_ends_all_in_one_line() -> None:
+    """The last stage, with fewer activations in flight, has one."""
+    run = Run(family="llama_gqa", tokens=45, batch=4, layers=8, steps=2)
+    budget = {"device_memory": "500KiB", "host_memory": "100KiB"}
+    with pytest.raises(ProcessError, match=r"rank 0: .* to the host, but the budget is 50\.0 KiB") as caught:
+        train_together(2, run, {"pipeline_parallel_size": 2} | budget)
+    assert "rank 0: rank" not in str(caught.value)
 
 
 @slow_if(lambda family: family not in ("llama_tied", "gemma3_mixed_windows"))
