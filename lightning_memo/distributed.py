@@ -27,6 +27,7 @@ from lightning_memo.data.seed_workers import seed_workers
 from lightning_memo.engine import Engine
 from lightning_memo.engine.modules.layer_forward import replace_forward
 from lightning_memo.engine.recurrence.intercept_states import may_hand_states
+from lightning_memo.parallel.checkpoints.parameter_names import check_groups
 from lightning_memo.parallel.mesh_precision import MeshPrecision
 from lightning_memo.parallel.parallel_sizes import resolve_sizes
 from lightning_memo.parallel.processes import Processes
@@ -223,6 +224,8 @@ class DistributedStrategy(CheckpointingStrategy):
         trainer = self.lightning_module.trainer
         refuse_early_gradients(trainer)
         refuse_joint_optimizers(trainer)
+        for optimizer in trainer.optimizers:
+            check_groups(optimizer)
 
         def drops_gradients() -> bool:
             """Whether Lightning calls `zero_grad` between this call of the model and its backward."""

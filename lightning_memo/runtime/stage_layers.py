@@ -23,6 +23,10 @@ class StageLayers:
         """Return whether a micro-batch is going to be profiled, or there is no plan yet: it then runs alone."""
         return not self._engine.micro_batches.are_counted or self._engine.profiles(batch, tokens)
 
+    def profile_again(self) -> None:
+        """Let the next micro-batch be profiled."""
+        self._engine.limits.exceed()
+
     def begin_micro_batch(self, number: int, block: int, backward: bool, alone: bool) -> None:
         """Begin the forward or the backward of a micro-batch through a block of layers.
 

@@ -228,7 +228,9 @@ def test_only_processes_that_share_tokens_need_the_same_sizes(sharing: str, monk
                 return [value]
             return [value, (other if everyone or sharing == "different" else COSTS, budget)]
 
-        def raise_together(self, error: Exception | None, everyone: bool = True) -> None:
+        gather_slicing, stages = gather, None
+
+        def raise_alike(self, error: Exception | None, everyone: bool = True) -> None:
             if error is not None:
                 raise error
 
@@ -237,7 +239,7 @@ def test_only_processes_that_share_tokens_need_the_same_sizes(sharing: str, monk
     )
     monkeypatch.setattr(planning, "plain_plan", lambda *_: None)
     monkeypatch.setattr(planning, "_problem", lambda *_: ((COSTS, budget), []))
-    monkeypatch.setattr(planning, "_solve", lambda step, saved, costs, budget, divided, schedule: costs)
+    monkeypatch.setattr(planning, "_solve_alike", lambda step, saved, costs, *_: costs)
 
     def plan(divided: bool) -> Any:
         ranks: Any = Others()

@@ -15,6 +15,10 @@ from lightning_memo.parallel.run_on_ranks import gather
 WHOLE_NAMES = "_lightning_memo_whole_names"
 """Attribute of a module that has lost the weights of other stages of a pipeline: its `WholeNames`."""
 
+_OTHER_GROUPS = (
+    "pipeline_parallel_size: the optimizer's groups differ between stages ({}): make the same groups on all of them, "
+    'with {{"params": [], ...}} where a stage has none of their weights'
+)
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and checkpoint_wrapper
 
 
@@ -61,13 +65,42 @@ def names_of_parameters(model: nn.Module, optimizer: Optimizer) -> dict[Tensor, 
 def names_of_all(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """Returns the names of the parameters of each group on all ranks. All ranks call this.
 
-    The order is that of the optimizer, or that of the model if stages of a pipeline have different parameters.
+    The order is that of the optimizer, or that of the model if stages of a pipeline have different parameters. A tied
+    weight that stages have in different groups is in that of its first name.
+
+    Raises:
+        ValueError: Stages of a pipeline have different numbers of groups.
     """
     whole: WholeNames | None = getattr(model, WHOLE_NAMES, None)
-    names = names_of_parameters(model, optimizer)
-    everyones = gather([[names[p] for p in group["params"]] for group in optimizer.param_groups])
-    groups = [list(dict.fromkeys(itertools.chain(*of_group))) for of_group in zip(*everyones, strict=True)]
+    names, own = names_of_parameters(model, optimizer), {p: _bare(name) for name, p in model.named_parameters()}
+    everyones = gather([[(names[p], own[p]) for p in group["params"]] for group in optimizer.param_groups])
+    if len({len(groups) for groups in everyones}) > 1:
+        raise ValueError(_OTHER_GROUPS.format("of each rank " + ", ".join(str(len(groups)) for groups in everyones)))
+    homes = {name: n for of in everyones for n, group in enumerate(of) for name, other in group if name == other}
+    groups = [
+        list(dict.fromkeys(name for name, _ in itertools.chain(*of_group) if homes.get(name, number) == number))
+        for number, of_group in enumerate(zip(*everyones, strict=True))
+    ]
     return groups if whole is None else [sorted(group, key=whole.place.__getitem__) for group in groups]
+
+
+def check_groups(optimizer: Optimizer) -> None:
+    """Check that groups of an optimizer have the same settings on all stages of a pipeline. All ranks call this.
+
+    A checkpoint, and a learning rate schedule in it, have one list of groups for all stages.
+
+    Raises:
+        ValueError: Numbers or settings of groups differ.
+    """
+    groups = optimizer.param_groups
+    everyones = gather([{key: str(value) for key, value in group.items() if key != "params"} for group in groups])
+    for rank, others in enumerate(everyones):
+        if others != everyones[0]:
+            raise ValueError(_OTHER_GROUPS.format(f"rank 0: {_short(everyones[0])}; rank {rank}: {_short(others)}"))
+
+
+def _short(groups: list[dict[str, str]]) -> str:
+    return f"{len(groups)} groups, lr " + ", ".join(group.get("lr", "none") for group in groups)
 
 
 def check_order(path: Path, model: nn.Module, optimizer: Optimizer) -> None:

@@ -89,7 +89,7 @@ class Pipeline:
             self._config.micro_batch_size,
             self._current,
             list(dict.fromkeys(gradients.values())),
-            agree=self._agree,
+            most=self._most,
             accumulating=functools.partial(accumulating, module, self._config.zero_stage),
             after_backward=functools.partial(self._tied.add_gradients, gradients),
         )
@@ -118,7 +118,8 @@ class Pipeline:
         """Return the number of processes that hold a parameter or a part of it."""
         return self._sizes.stage_processes * (2 if parameter in self._tied else 1)
 
-    def _agree(self, says: bool) -> bool:
-        flag = torch.tensor(int(says), device=self._device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._readers)
-        return bool(flag.item())
+    def _most(self, number: int) -> int:
+        """Return the largest number of any process of the pipeline."""
+        most = torch.tensor(number, device=self._device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._readers)
+        return int(most.item())

@@ -49,6 +49,9 @@ class StageEngine(Protocol):
             tokens: Number of tokens of each of them that this process holds between the blocks of a layer.
         """
 
+    def profile_again(self) -> None:
+        """Forget the plan: the next micro-batch has to be profiled."""
+
     def begin_micro_batch(self, number: int, block: int, backward: bool, alone: bool) -> None:
         """Begin the forward or the backward of a micro-batch through a block of layers.
 
@@ -107,7 +110,7 @@ class PipelinedModel:
         micro_batch_size: Rows of a micro-batch.
         current_layout: Holds the layout of the batch.
         gradients: Where backwards leave the gradients of parameters.
-        agree: Returns whether any process that computes the same sequences says so, on any stage.
+        most: Returns the largest number of any process that computes the same sequences, on any stage.
         accumulating: Returns a context in which backwards do not reduce gradients.
         after_backward: Called after the last backward of a batch, with its gradients in their places.
 
@@ -125,13 +128,14 @@ class PipelinedModel:
         micro_batch_size: int,
         current_layout: CurrentLayout,
         gradients: Sequence[UnreducedGradient],
-        agree: Callable[[bool], bool],
+        most: Callable[[int], int],
         accumulating: Callable[[], contextlib.AbstractContextManager[None]],
         after_backward: Callable[[], None],
     ) -> None:
         self._model, self._forward, self._messages = model, forward, messages
         self._micro_batch_size, self._current, self._gradients = micro_batch_size, current_layout, gradients
-        self._agree, self._accumulating, self._after_backward = agree, accumulating, after_backward
+        self._most, self._accumulating, self._after_backward = most, accumulating, after_backward
+        self._frozen: set[nn.Parameter] = set()
         self.engine: StageEngine | None = None
         self.before_backward: Callable[[], None] = lambda: None
         self.drops_gradients: Callable[[], bool] = lambda: False
@@ -206,10 +210,19 @@ class PipelinedModel:
         return training_order(self._messages.stage, stages, micro_batches, blocks)
 
     def _profiles(self, micro_batch: dict[str, Any]) -> bool:
-        """Return whether any process has to profile a micro-batch. Then all of them run one at a time."""
+        """Return whether any process has to profile a micro-batch. Then all of them run one at a time.
+
+        If weights of any stage are trained that were frozen before, other stages may have more gradients, too.
+        """
+        assert self.engine is not None
         rows, tokens = batch_size(micro_batch)
         shards = 1 if self._current.layout is None else self._current.layout.shards
-        return self._agree(self.engine is not None and self.engine.profiles(rows, tokens // shards))
+        frozen = {p for p in self._model.parameters() if not p.requires_grad}
+        thawed, self._frozen = any(p.requires_grad for p in self._frozen), frozen
+        needed = self._most(2 if thawed else int(self.engine.profiles(rows, tokens // shards)))
+        if needed == 2:
+            self.engine.profile_again()
+        return needed > 0
 
     # ---- one batch
 

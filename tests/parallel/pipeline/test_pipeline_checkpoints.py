@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,35 +85,66 @@ def test_a_trained_model_is_exported(sizes: str, family: str, tmp_path: Path) ->
     assert all(torch.equal(exported[name], t) for name, t in trained.items())
 
 
-def _train_backwards(sizes: str, checkpoint: str, resume: bool) -> str:
-    """Train with an optimizer whose parameters have the order of their names, and return the error."""
-    plain = LanguageModel.configure_optimizers
+Groups = Callable[[LanguageModel], list[dict[str, Any]]]
+_plain = LanguageModel.configure_optimizers
 
-    def by_name(module: LanguageModel) -> torch.optim.Optimizer:
-        optimizer = plain(module)
-        names = {p: name for name, p in module.named_parameters()}
-        optimizer.param_groups[0]["params"].sort(key=names.__getitem__)
-        return optimizer
+
+def _by_name(module: LanguageModel) -> list[dict[str, Any]]:
+    return [{"params": [p for _, p in sorted(module.named_parameters(), key=lambda pair: pair[0])]}]
+
+
+def _by_place(module: LanguageModel) -> list[dict[str, Any]]:
+    """Groups of the embedding, the layers and the head, with other learning rates; a tied head is the embedding."""
+    every = dict(module.named_parameters())
+    places = {"embed_tokens": 1e-3, "layers": 4e-3, "lm_head": 1e-3, "model.norm": 8e-3}
+    return [{"params": [p for name, p in every.items() if part in name], "lr": lr} for part, lr in places.items()]
+
+
+def _by_place_if_any(module: LanguageModel) -> list[dict[str, Any]]:
+    return [group for group in _by_place(module) if group["params"]]
+
+
+def _train_groups(groups: Groups, family: str, sizes: str, checkpoint: str, resume: bool) -> str | list[float]:
+    """Train with an optimizer of these groups, and return the losses, or the error."""
+
+    def optimizer(module: LanguageModel) -> torch.optim.Optimizer:
+        settings = _plain(module).defaults
+        return torch.optim.AdamW(groups(module), **{name: settings[name] for name in ("lr", "eps", "weight_decay")})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LanguageModel, "configure_optimizers", by_name)
+        patch.setattr(LanguageModel, "configure_optimizers", optimizer)
         try:
-            _train("llama_gqa", sizes, checkpoint, resume)
+            return _train(family, sizes, checkpoint, resume).losses
         except ValueError as error:
             return str(error)
-    return ""
 
 
 @slow_if(lambda to: to != "pp2")
 @pytest.mark.parametrize("to", ["pp2", "pp2 v2"])
 def test_an_optimizer_in_another_order_is_refused_where_states_have_numbers(to: str, tmp_path: Path) -> None:
-    assert run_in_processes(1, _train_backwards, "one", str(tmp_path), False) == [""]
-    errors = run_in_processes(2, _train_backwards, to, str(tmp_path), True)
+    run_in_processes(1, _train_groups, _by_name, "llama_gqa", "one", str(tmp_path), False)
+    errors = run_in_processes(2, _train_groups, _by_name, "llama_gqa", to, str(tmp_path), True)
     assert all("in another order than the model, so that the stages of a pipeline cannot tell" in e for e in errors)
 
 
 @slow_if(lambda to: to != "pp2")
 @pytest.mark.parametrize("to", ["pp2", "one"])
 def test_an_optimizer_in_another_order_goes_on_where_states_have_names(to: str, tmp_path: Path) -> None:
-    assert run_in_processes(2, _train_backwards, "pp2", str(tmp_path), False) == ["", ""]
-    assert set(run_in_processes(SIZES[to][0], _train_backwards, to, str(tmp_path), True)) == {""}
+    losses = run_in_processes(2, _train_groups, _by_name, "llama_gqa", "pp2", str(tmp_path), False)[0]
+    for resumed in run_in_processes(SIZES[to][0], _train_groups, _by_name, "llama_gqa", to, str(tmp_path), True):
+        assert resumed == pytest.approx(losses[SAVED_AFTER:], rel=1e-5)
+
+
+@slow_if(lambda of, to: (of, to) != ("pp2", "one"))
+@pytest.mark.parametrize(("of", "to"), [("pp2", "one"), ("one", "pp2"), ("pp2", "pp2 v2")])
+def test_groups_go_on_with_their_settings(of: str, to: str, tmp_path: Path) -> None:
+    """The last stage has the tied head in the group that is empty in one process."""
+    losses = run_in_processes(SIZES[of][0], _train_groups, _by_place, "llama_tied", of, str(tmp_path), False)[0]
+    for resumed in run_in_processes(SIZES[to][0], _train_groups, _by_place, "llama_tied", to, str(tmp_path), True):
+        assert resumed == pytest.approx(losses[SAVED_AFTER:], rel=1e-5)
+
+
+def test_stages_with_other_groups_are_refused_in_one_line(tmp_path: Path) -> None:
+    errors = run_in_processes(2, _train_groups, _by_place_if_any, "llama_gqa", "pp2", str(tmp_path), False)
+    assert all("groups differ between stages (rank 0: 2 groups, lr 0.001, 0.004; rank 1: 3 groups" in e for e in errors)
+    assert not any("\n" in e for e in errors)

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
+from support.markers.slow import slow_if
 from support.parallel_training import Outcome, Run, train
 from support.processes import ProcessError, run_in_processes
 
@@ -47,6 +49,41 @@ class LateHook(Callback):
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         for p in module.parameters():
             p.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+class Thaw(BaseFinetuning):
+    """Trains the embedding and the first layers of the first stage from the third batch on."""
+
+    def freeze_before_training(self, module: LightningModule) -> None:
+        self.freeze(self._first(module))
+
+    def finetune_function(self, module: LightningModule, epoch: int, optimizer: Any) -> None:
+        pass
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.make_trainable(self._first(module))
+            kept = {p for group in trainer.optimizers[0].param_groups for p in group["params"]}
+            thawed = [p for p in module.parameters() if p not in kept]
+            trainer.optimizers[0].add_param_group({"params": thawed, "lr": 1e-2})
+
+    @staticmethod
+    def _first(module: LightningModule) -> list[Any]:
+        layers = module.model.model.layers
+        return [part for part in (module.model.model.embed_tokens, layers[0], layers[1]) if part is not None]
+
+
+def _train_thawing(sizes: dict[str, Any]) -> Outcome:
+    return train(Run(family="llama_gqa", tokens=45, batch=4, layers=8, steps=5), sizes, callbacks=[Thaw()])
+
+
+@slow_if(lambda blocks: blocks > 1)
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_layers_that_are_trained_later_are_profiled(blocks: int) -> None:
+    alone, *_ = run_in_processes(1, _train_thawing, {})
+    sizes = SETTINGS | {"virtual_pipeline_size": blocks}
+    for stage in run_in_processes(2, _train_thawing, sizes):
+        assert stage.losses == pytest.approx(alone.losses, rel=1e-5)
 
 
 def _train(callback: type[Callback] | None) -> Outcome:
