@@ -18,6 +18,7 @@ from lightning_memo.estimate.step.step_estimate import estimate
 from lightning_memo.estimate.step.training_plan import alpha_plan
 from lightning_memo.estimate.times.layer_times import data_parallel_seconds, layer_times, ring_bandwidth
 from lightning_memo.estimate.times.outside_times import optimizer_seconds, outside_seconds
+from lightning_memo.estimate.times.pipeline_times import idle_blocks
 from lightning_memo.estimate.why_slower import step_parts
 from lightning_memo.planner import solve_alpha
 
@@ -263,12 +264,34 @@ def test_interleaved_pipelines_wait_less_send_more_and_need_more_of_the_host(blo
 
 
 def test_stages_keep_inputs_and_outputs_of_micro_batches_in_flight() -> None:
-    question = ask(gpus=16, seq_len=64 * 1024, precision="bf16-true")
-    one, many = (
-        estimated_layer_costs(replace(question, batch_size=size), replace(RING, pp=2)).transient_device_bytes
-        for size in (1, 16)
+    question = ask(seq_len=64 * 1024, precision="bf16-true")
+    two, one_sequence, four = (
+        estimated_layer_costs(
+            replace(question, gpus=8 * stages, batch_size=size), replace(RING, pp=stages)
+        ).transient_device_bytes
+        for stages, size in ((2, 16), (2, 1), (4, 16))
     )
-    assert many - one >= 2 * 64 * 1024 * 4096 * 2 / 8
+    assert one_sequence == two  # a stage has room for as many as there may be
+    assert four - two >= 2 * 2 * 64 * 1024 * 4096 * 2 / 8
+
+
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "blocks", "idle"),
+    [
+        (4, 1, 1, 3),
+        (4, 3, 1, 3),
+        (4, 1, 4, 12),  # the other stages' 12 blocks
+        (4, 2, 4, 9),  # 16 blocks of the first one, and one of the second one, but 8 of its own
+        (4, 8, 2, 3),
+        (4, 400, 4, 3),
+    ],
+)
+def test_stages_wait_for_as_many_blocks_as_in_their_order(
+    stages: int, micro_batches: int, blocks: int, idle: int
+) -> None:
+    assert idle_blocks(stages, micro_batches, blocks) == pytest.approx(idle)
+    if micro_batches > stages:
+        assert idle < idle_blocks(stages, micro_batches + 1, blocks) < blocks * idle
 
 
 @pytest.mark.parametrize(

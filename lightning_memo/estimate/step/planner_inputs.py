@@ -179,7 +179,7 @@ def devices_per_host(question: Question) -> int:
 
 def sequences_in_flight(question: Question, parallel: Parallelism) -> int:
     """Number of sequences for whose activations the first pipeline stage has room, with blocks of layers rounded up."""
-    if parallel.virtual_pipeline_size > 1:
-        blocks = most_in_flight(0, parallel.pp, parallel.virtual_pipeline_size)
-        return -(-sum(blocks) // len(blocks))
-    return min(parallel.pp, question.batch_size // parallel.dp)
+    if not runs_here(question):
+        return min(parallel.pp, question.batch_size // parallel.dp)
+    blocks = most_in_flight(0, parallel.pp, parallel.virtual_pipeline_size)
+    return -(-sum(blocks) // len(blocks))

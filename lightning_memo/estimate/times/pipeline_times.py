@@ -2,26 +2,62 @@
 
 from __future__ import annotations
 
+import functools
+
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import element_bytes, runs_here
 from lightning_memo.estimate.times.layer_times import ring_bandwidth
+from lightning_memo.parallel.pipeline.stage_order import training_order
 from lightning_memo.utils.units import format_bytes
 
 
 def idle_seconds(question: Question, parallel: Parallelism, stage_seconds: float) -> float:
     """Return the time of a step in which a stage waits while the pipeline fills and drains.
 
-    In the order 1F1B of this package, a micro-batch passes through a block of layers of each other stage. Stages of the
-    papers' programs interleave: each waits for one layer of the others.
+    Stages of the papers' programs interleave: each waits for one layer of the others.
 
     Args:
         question: Question that was asked.
         parallel: Sizes of the parallelism.
         stage_seconds: Time of forward and backward of the layers of a stage for one micro-batch.
     """
-    blocks = parallel.virtual_pipeline_size if runs_here(question) else question.shape.layers // parallel.pp
-    return (parallel.pp - 1) * stage_seconds / blocks
+    if not runs_here(question):
+        return (parallel.pp - 1) * stage_seconds / (question.shape.layers // parallel.pp)
+    blocks = parallel.virtual_pipeline_size
+    return idle_blocks(parallel.pp, _micro_batches(question, parallel), blocks) * stage_seconds / blocks
+
+
+@functools.lru_cache
+def idle_blocks(stages: int, micro_batches: int, blocks: int) -> float:
+    """Return how many blocks of layers, forward and backward of a micro-batch, a stage could compute while it waits.
+
+    A backward takes twice as long as a forward. With one block, or a multiple of `stages` micro-batches, the number is
+    `stages - 1`. Otherwise the order has gaps for micro-batches that do not exist (see `stage_order.py`).
+
+    Args:
+        stages: Number of stages.
+        micro_batches: Number of micro-batches.
+        blocks: Number of blocks of layers of each stage.
+    """
+    rest = micro_batches % stages
+    if blocks == 1 or not rest:
+        return stages - 1
+    count = min(micro_batches, stages + rest)  # more multiples of `stages` change nothing
+    orders = [iter(training_order(stage, stages, count, blocks)) for stage in range(stages)]
+    waiting, free = [next(order, None) for order in orders], [0.0] * stages
+    ends: dict[tuple[int, int, bool], float] = {}  # by micro-batch, block in the order of layers, and backward
+    while any(waiting):
+        for stage, action in enumerate(waiting):
+            if action is None:
+                continue
+            number, block, backward = action.micro_batch, action.block * stages + stage, action.backward
+            last = block == (stages * blocks - 1 if backward else 0)
+            before = (number, block, False) if last else (number, block + (1 if backward else -1), backward)
+            if before in ends or (last and not backward):
+                free[stage] = max(free[stage], ends.get(before, 0.0)) + (2.0 if backward else 1.0)
+                ends[number, block, backward], waiting[stage] = free[stage], next(orders[stage], None)
+    return max(free) / 3.0 - blocks * count
 
 
 def message_seconds(question: Question, parallel: Parallelism) -> float:
@@ -45,9 +81,10 @@ def pipeline_sentence(question: Question, parallel: Parallelism) -> str:
     if parallel.pp == 1 or not runs_here(question):
         return ""
     count, stages, blocks = _micro_batches(question, parallel), parallel.pp, parallel.virtual_pipeline_size
+    idle = idle_blocks(stages, count, blocks)
     sent = format_bytes(_message_bytes(question, parallel))
     return (
-        f"Each of {stages} pipeline stages is idle for {(stages - 1) / (blocks * count + stages - 1):.0%} of the step, "
+        f"Each of {stages} pipeline stages is idle for {idle / (blocks * count + idle):.0%} of the step, "
         f"with {count} micro-batches of one sequence. For each of them, a device sends {sent} to the next stage "
         f"{f'{blocks} times ' if blocks > 1 else ''}and gets as much back."
     )
