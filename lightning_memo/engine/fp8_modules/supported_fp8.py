@@ -19,7 +19,8 @@ from lightning_memo.utils.class_names import class_name
 
 RECIPES: Final = ("DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling")
 CLASSES: Final = ("Linear", "LayerNormLinear", "LayerNormMLP")
-_KNOWN: Final = f"{', '.join(CLASSES[:-1])} and {CLASSES[-1]}"
+NORMS: Final = ("LayerNorm", "RMSNorm")  # without quantizers, and with tokens apart
+_KNOWN: Final = f"{', '.join((*CLASSES, NORMS[0]))} and {NORMS[1]}"
 _TAKE_OTHERS: Final = (
     "take PyTorch's instead, which Lightning's TransformerEnginePrecision keeps with replace_layers=False"
 )
@@ -49,9 +50,14 @@ def refuse_unsupported_fp8(layer: nn.Module, allowed: bool) -> None:
                 f"{class_name(unknown)} of {name} is TransformerEngine's and runs in its FP8 autocast, in which only "
                 f"{_KNOWN} are supported: {_TAKE_OTHERS}"
             )
+        if scaled := next((m for m in modules if not is_norm(m)), None):
+            raise ValueError(
+                f"{class_name(scaled)} of {name} is TransformerEngine's and computes in FP8, which changes its scales "
+                f"in each forward, but lightning_memo runs layers more than once: {_TURN_ON}"
+            )
         raise ValueError(
-            f"{class_name(modules[0])} of {name} is TransformerEngine's and computes in FP8, which changes its scales "
-            f"in each forward, but lightning_memo runs layers more than once: {_TURN_ON}"
+            f"{class_name(modules[0])} of {name} is TransformerEngine's and runs in its FP8 autocast, whose state "
+            f"changes in each forward, but lightning_memo runs layers more than once: {_TURN_ON}"
         )
     if why := why_other_version():
         raise ValueError(f"transformer_engine_fp8=True reads TransformerEngine's state, but {why}: install a known one")
@@ -64,11 +70,16 @@ def refuse_unsupported_fp8(layer: nn.Module, allowed: bool) -> None:
 
 def why_scaled_by_engine(module: nn.Module) -> str:
     """Return why a module runs on all tokens at once, if modules of TransformerEngine in it compute in FP8 now."""
-    found = engine_modules(module) if is_in_fp8() else []
+    found = [m for m in engine_modules(module) if not is_norm(m)] if is_in_fp8() else []
     if not found:
         return ""
     what = class_name(found[0]) + ("" if found[0] is module else f" of {class_name(module)}")
     return f"{what} computes in TransformerEngine's FP8, in which tokens may share a scale"
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a norm of TransformerEngine, which computes each token by itself and without FP8."""
+    return _kind_of(module) in NORMS
 
 
 def fp8_form() -> str:
@@ -130,14 +141,21 @@ _UNSUPPORTED: Final[tuple[tuple[str, Callable[[Any], bool]], ...]] = (
 )
 
 
+def _kind_of(m: nn.Module) -> str:
+    """Return the name of the class of TransformerEngine's modules from which one is derived; empty if of others."""
+    kinds = (c for c in type(m).__mro__ if c.__module__.partition(".")[0] == PACKAGE)
+    kind = next(kinds, None)
+    return kind.__name__ if kind is not None and kind.__module__.startswith(f"{PACKAGE}.pytorch.module.") else ""
+
+
 def _is_known(m: nn.Module) -> bool:
-    # A user's class is what it is derived from.
-    kind = next(c for c in type(m).__mro__ if c.__module__.partition(".")[0] == PACKAGE)
-    return kind.__name__ in CLASSES and kind.__module__.startswith(f"{PACKAGE}.pytorch.module.")
+    return _kind_of(m) in (*CLASSES, *NORMS)
 
 
 def _why_not_module(m: nn.Module) -> str:
     """Return what is not supported of a module of TransformerEngine, and what to do; empty if all of it is."""
     if not _is_known(m):
         return f"in FP8, only {_KNOWN}: {_TAKE_OTHERS}"
+    if is_norm(m):
+        return ""
     return next((what for what, has in _UNSUPPORTED if has(m)), "")

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_memo.engine.forward.intercept import DROPOUTS
+from lightning_memo.engine.fp8_modules.supported_fp8 import is_norm
 from lightning_memo.engine.recurrence.state_functions import StateCall
 from lightning_memo.engine.saved_tensors.side_effects import SET_DATA
+from lightning_memo.engine.state.user_objects import classes_of
 from lightning_memo.engine.token_locality.operations_at_length import step_of_attention, step_of_recurrence
 from lightning_memo.engine.token_locality.token_dims import TOKENS, TokensMixed, holds_tokens
 from lightning_memo.engine.token_locality.token_tracker import TokenTracker
@@ -110,6 +112,8 @@ def forward_in_shape(module: nn.Module, tracker: TokenTracker | None) -> Callabl
         return functools.partial(_experts_in_shape, tracker)  # transformers has one interface for experts
     if package == "bitsandbytes" and isinstance(module, nn.Linear):
         return functools.partial(_linear_in_shape, tracker, module)
+    if is_norm(module) and not classes_of(type(module)) and "forward" not in vars(module):
+        return functools.partial(_norm_in_shape, module)
     return None
 
 
@@ -182,6 +186,16 @@ def _linear_in_shape(tracker: TokenTracker | None, module: nn.Linear, x: Tensor)
     if tracker is not None and module.weight.requires_grad:
         tracker.refuse("bitsandbytes quantises gradients of all tokens")
     return F.linear(x, x.new_empty(module.out_features, module.in_features))
+
+
+def _norm_in_shape(module: Any, x: Tensor) -> Tensor:
+    """Answer a call of a norm of TransformerEngine, whose kernel needs values."""
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else module.weight.dtype
+    bias = getattr(module, "bias", None)
+    return _layer_norm(x.to(dtype), module.weight.to(dtype), None if bias is None else bias.to(dtype), module.eps).to(
+        dtype
+    )
 
 
 class LocalFunctions(TorchFunctionMode):

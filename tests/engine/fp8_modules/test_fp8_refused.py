@@ -179,8 +179,8 @@ class _QuantizingGradients(EngineBlock):
 
 
 BLOCKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "kind": (_grouped, "GroupedLinear of EngineBlock in FP8, only Linear, LayerNormLinear and LayerNormMLP"),
-    "operation": (_operation, "Linear of EngineBlock in FP8, only Linear, LayerNormLinear and LayerNormMLP"),
+    "kind": (_grouped, "GroupedLinear of EngineBlock in FP8, only Linear, LayerNormLinear, LayerNormMLP, LayerNorm"),
+    "operation": (_operation, "Linear of EngineBlock in FP8, only Linear, LayerNormLinear, LayerNormMLP, LayerNorm"),
     "output": (_Quantizing, "does not support Linear with fp8_output=True: leave fp8_output out"),
     "gradient": (_QuantizingGradients, "does not support Linear with fp8_grad=True: leave fp8_grad out"),
     "checkpoint": (lambda: EngineBlock(checkpoint=True), "LayerNormMLP of EngineBlock with checkpoint=True"),
