@@ -40,6 +40,9 @@ def entrances(layer: nn.Module, refuse_checkpoint: Callable[..., NoReturn]) -> l
     base = getattr(sys.modules.get(f"{PACKAGE}.pytorch.module.base"), "TransformerEngineBaseModule", None)
     if base is not None and "prepare_forward" in vars(base):
         found.append((base, "prepare_forward", _method(_prepare, base.prepare_forward, layer)))
+    fuser = getattr(sys.modules.get(f"{PACKAGE}.pytorch.ops.fuser"), "OperationFuser", None)
+    if fuser is not None:  # operations, among them norms, do not prepare their forward
+        found.append((fuser, "__call__", _method(_fuse, vars(fuser)["__call__"], layer)))
     for name, kind in (("linear", "Linear"), ("layernorm_linear", "LayerNormLinear")):
         owner = getattr(sys.modules.get(f"{PACKAGE}.pytorch.module.{name}"), kind, None)
         if owner is not None:
@@ -59,6 +62,18 @@ def _prepare(prepare: Callable[..., Any], layer: nn.Module, module: nn.Module, *
             "leave the autocast out"
         )
     return prepare(module, *args, **kwargs)
+
+
+def _fuse(call: Callable[..., Any], layer: nn.Module, fuser: Any, *args: Any, **kwargs: Any) -> Any:
+    own = set(layer.modules())
+    borrowed = next((op for op in fuser._basic_ops if op not in own), None)
+    if borrowed is not None and is_in_fp8():
+        raise RefusedAtAnyLength(
+            f"{class_name(layer)} calls {class_name(borrowed)}, which is TransformerEngine's and runs in its FP8 "
+            "autocast, but is none of its modules, so that its state is not restored: assign it to an attribute of the "
+            "layer, or take PyTorch's"
+        )
+    return call(fuser, *args, **kwargs)
 
 
 def _forward(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.architectures.fp8_models import InFp8, blocks_of, line_of, recipe_of
+import torch
+from support.architectures.fp8_models import InFp8, blocks_of, line_of, recipe_of, strategy, trained
 from support.trainer_harness import LanguageModel
 from torch import Tensor, nn
 from typing_extensions import override
@@ -36,9 +37,9 @@ class _Later(InFp8):
         return LanguageModel.loss(self, batch) if self.global_step < 2 else super().loss(batch)
 
 
-def _borrowing(held: str, owns: bool) -> nn.Module:
+def _borrowing(held: str, owns: bool, kind: str = "Linear") -> nn.Module:
     te = sys.modules["transformer_engine.pytorch"]
-    shared = te.Linear(32, 32)
+    shared = te.Linear(32, 32) if kind == "Linear" else getattr(te.ops, kind)(32)
     calls = {"itself": shared, "closure": lambda x: shared(x), "list": lambda x, held=[shared]: held[0](x)}[held]
     model = blocks_of(lambda: _Borrowing(calls, te.Linear(32, 32) if owns else None))
     model.shared = shared
@@ -57,3 +58,22 @@ def test_modules_of_others_are_refused(te: Any, kind: Any, held: str, owns: bool
         return
     line = line_of(module, transformer_engine_fp8=allowed, alpha=1.0, max_steps=4)
     assert line.startswith("_Borrowing calls Linear, which is TransformerEngine's and computes in FP8, but is none of")
+
+
+@pytest.mark.parametrize("owns", [True, False])
+@pytest.mark.parametrize("held", ["itself", "closure", "list"])
+@pytest.mark.parametrize("kind", ["RMSNorm", "LayerNorm"])
+def test_operations_of_others_are_refused(te: Any, kind: str, held: str, owns: bool) -> None:
+    """The first module of an autocast may be one, and would not be it any more after a look at the layer."""
+    module = InFp8(recipe_of("delayed"), lambda: _borrowing(held, owns, kind))
+    line = line_of(module, transformer_engine_fp8=owns, alpha=1.0)
+    assert line.startswith(
+        f"_Borrowing calls {kind}, which is TransformerEngine's and runs in its FP8 autocast, but is"
+    )
+
+
+def test_operations_of_others_run_without_fp8(te: Any) -> None:
+    settings = {"transformer_engine_fp8": False, "alpha": 0.0}
+    _, expected = trained(None, InFp8(None, lambda: _borrowing("list", False, "RMSNorm")), max_steps=3)
+    _, found = trained(strategy(**settings), InFp8(None, lambda: _borrowing("list", False, "RMSNorm")), max_steps=3)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

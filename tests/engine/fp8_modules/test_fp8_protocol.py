@@ -86,6 +86,7 @@ def test_each_known_release_has_the_names_that_are_used(table: dict[str, Any], r
         "sequence_parallel",
         "wgrad_store",
     } <= set(names["module"])
+    assert "_basic_ops" in names["fuser"]
 
 
 def test_the_stand_in_has_all_that_is_supported(te: Any) -> None:

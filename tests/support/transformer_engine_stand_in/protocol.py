@@ -150,25 +150,31 @@ def _name_of(call: ast.Call) -> str:
     return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
-def names_in(source: str, base_source: str) -> dict[str, list[str]]:
-    """Return the names that the manager of the state, the state, a recipe's state and modules have.
+def names_in(source: str, base_source: str, fuser_source: str) -> dict[str, list[str]]:
+    """Return the names that the manager of the state, the state, a recipe's state, modules and fusers have.
 
     Args:
         source: The text of `quantization.py`.
         base_source: The text of `module/base.py`.
+        fuser_source: The text of `ops/fuser.py`.
     """
     methods = [name.partition(".")[2] for name in functions_in(source) if name.startswith(f"{_MANAGER}.")]
     kind = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == _MANAGER)
     values = [t.id for n in kind.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)]
     delayed = fields_in(source, "DelayedScalingRecipeState")
-    base = functions_in(base_source)[f"{_BASE}.__init__"]
-    own = (node for node in ast.walk(base) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
     return {
         "manager": sorted(methods + values),
         "state": fields_in(source, "FP8GlobalState"),
         "delayed": delayed,
-        "module": sorted({node.attr for node in own}),
+        "module": _set_by(functions_in(base_source)[f"{_BASE}.__init__"]),
+        "fuser": _set_by(functions_in(fuser_source)["OperationFuser.__init__"]),
     }
+
+
+def _set_by(function: ast.FunctionDef) -> list[str]:
+    """Return the names of the attributes that a function sets."""
+    nodes = (n for n in ast.walk(function) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+    return sorted({n.attr for n in nodes})
 
 
 def table_of(read: Callable[[str], str]) -> dict[str, Any]:
@@ -188,7 +194,8 @@ def _record(git_folder: str) -> None:
     def read_at(release: str) -> Callable[[str], str]:
         return lambda file: _git(git_folder, "show", f"{release}:{PACKAGE}/{file}")
 
-    sources = {release: map(read_at(release), ("quantization.py", "module/base.py")) for release in (*OTHERS, RELEASE)}
+    files = "quantization.py", "module/base.py", "ops/fuser.py"
+    sources = {release: map(read_at(release), files) for release in (*OTHERS, RELEASE)}
     table = {
         "source": "https://github.com/NVIDIA/TransformerEngine, transformer_engine/pytorch",
         "release": RELEASE,
