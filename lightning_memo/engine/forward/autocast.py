@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,9 +11,24 @@ from torch import Tensor
 
 
 def ambient_autocast(device_type: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Return a factory of the autocast context that is active now."""
+    """Return a factory of a context with the autocast and the default dtype of now.
+
+    With `precision="bf16-true"`, Lightning sets the default dtype for a training step, and the backward runs outside.
+    """
     enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    return lambda: torch.autocast(device_type, dtype=dtype, enabled=enabled)
+    default = torch.get_default_dtype()
+
+    @contextlib.contextmanager
+    def again() -> Iterator[None]:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(default)
+        try:
+            with torch.autocast(device_type, dtype=dtype, enabled=enabled):
+                yield
+        finally:
+            torch.set_default_dtype(before)
+
+    return again
 
 
 def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
