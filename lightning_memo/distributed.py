@@ -86,6 +86,11 @@ class DistributedStrategy(CheckpointingStrategy):
     def precision_plugin(self, plugin: Precision | None) -> None:
         if plugin is not None and str(plugin.precision).startswith("16-"):
             raise ValueError(f'precision="{plugin.precision}": give one of {", ".join(PRECISIONS)}')
+        for name in ("weights_dtype", "fallback_compute_dtype"):
+            if getattr(plugin, name, None) is torch.float16:
+                raise ValueError(
+                    f"{type(plugin).__name__} with {name}=torch.float16 is not supported: give torch.bfloat16"
+                )
         self._precision_plugin = plugin
 
     @property

@@ -1,0 +1,117 @@
+"""Lightning's plugin for TransformerEngine, which converts modules and enters the FP8 autocast in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins.precision import transformer_engine as fabric
+from lightning.pytorch.plugins import TransformerEnginePrecision
+from lightning_utilities.core.imports import RequirementCache
+from support.architectures.fp8_models import EngineBlock, blocks_of, recipe_of, scales_in, strategy, trained
+from support.families import FAMILIES, PlainBlock
+from support.markers.slow import slow_if
+from support.trainer_harness import LanguageModel, fit, loader, make_trainer
+from torch import Tensor, nn
+
+pytestmark = [pytest.mark.usefixtures("own_folder", "installed")]
+
+
+@pytest.fixture
+def installed(te: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Lightning find the metadata of TransformerEngine, for which it looks once in a process."""
+    folder = tmp_path / "site" / "transformer_engine-2.18.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.18.0\n")
+    monkeypatch.syspath_prepend(str(folder.parent))
+    monkeypatch.setattr(fabric, "_TRANSFORMER_ENGINE_AVAILABLE", RequirementCache("transformer_engine>=0.11.0"))
+
+
+def compare(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def plugin(**settings: Any) -> TransformerEnginePrecision:
+    return TransformerEnginePrecision(**{"weights_dtype": torch.bfloat16, "recipe": recipe_of("unfused")} | settings)
+
+
+def _plain_blocks() -> nn.Module:
+    return blocks_of(PlainBlock)
+
+
+def _engine_blocks() -> nn.Module:
+    return blocks_of(EngineBlock)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "converted": (_plain_blocks, {}),
+    "in float32": (_plain_blocks, {"weights_dtype": torch.float32}),
+    "in float32, but for FP8": (
+        _plain_blocks,
+        {"weights_dtype": torch.float32, "fallback_compute_dtype": torch.bfloat16},
+    ),
+    "kept": (_engine_blocks, {"replace_layers": False}),
+    "of Hugging Face": (FAMILIES["llama"].build, {}),
+}
+
+
+@slow_if(lambda case, alpha: case != "converted" and alpha != 0.5)
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:.*the logits of all tokens are computed at once")
+def test_the_plugin_trains_as_without_the_strategy(te: Any, case: str, alpha: float) -> None:
+    build, settings = CASES[case]
+    _, expected = trained(None, LanguageModel(build), max_steps=4, plugins=[plugin(**settings)])
+    result, found = trained(strategy(alpha=alpha), LanguageModel(build), max_steps=4, plugins=[plugin(**settings)])
+    assert result.plan.swap.alpha == alpha and any(type(m) is te.Linear for m in result.module.modules())
+    assert list(scales_in(result.module))
+    compare(found, expected)
+
+
+@pytest.mark.parametrize("replace_layers", [None, True])
+def test_models_that_configure_model_makes(te: Any, replace_layers: bool | None) -> None:
+    """With `replace_layers=True`, Lightning replaces the classes while the model is made."""
+
+    def train(by: Any) -> list[Tensor]:
+        module = LanguageModel(_plain_blocks, in_configure_model=True)
+        return trained(by, module, max_steps=4, plugins=[plugin(replace_layers=replace_layers)])[1]
+
+    compare(train(strategy(alpha=0.5)), train(None))
+
+
+def test_validation_between_steps(te: Any) -> None:
+    settings = {"max_steps": 4, "val_check_interval": 1, "limit_val_batches": 1}
+
+    def train(by: Any) -> list[Tensor]:
+        module = LanguageModel(_plain_blocks)
+        return trained(by, module, val_data=loader(), plugins=[plugin()], **settings)[1]
+
+    compare(train(strategy(alpha=0.5)), train(None))
+
+
+# ---- in one line
+
+
+def test_the_plugin_needs_the_switch(te: Any) -> None:
+    with pytest.raises(
+        ValueError, match=r"^Linear of PlainBlock is TransformerEngine's and .* set MemoStrategy"
+    ) as caught:
+        fit("memo", LanguageModel(_plain_blocks), max_steps=1, precision="transformer-engine")
+    assert "\n" not in str(caught.value)
+
+
+def test_lightning_refuses_the_flag_for_strategies_of_this_type(te: Any) -> None:
+    with pytest.raises(ValueError, match=r"The `ModelParallelStrategy` does not support .*transformer-engine"):
+        make_trainer(strategy(), precision="transformer-engine")
+
+
+@pytest.mark.parametrize("given", ["weights_dtype", "fallback_compute_dtype"])
+def test_float16_is_refused(te: Any, given: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^TransformerEnginePrecision with {given}=torch.float16 is not .*: give torch.b"
+    ):
+        make_trainer(strategy(), plugins=[plugin(**{given: torch.float16})])
