@@ -32,7 +32,7 @@ from lightning_memo.parallel.mesh_precision import MeshPrecision
 from lightning_memo.parallel.parallel_sizes import resolve_sizes
 from lightning_memo.parallel.processes import Processes
 from lightning_memo.parallel.zero.zero_sharding import accumulating
-from lightning_memo.runtime.model_checks import refuse_liger_shards
+from lightning_memo.runtime.model_checks import refuse_engine_shards, refuse_fp8_at_calls, refuse_liger_shards
 from lightning_memo.runtime.stage_layers import StageLayers
 from lightning_memo.runtime.training_runtime import TrainingRuntime
 from lightning_memo.utils.find_layers import select_layers
@@ -194,6 +194,10 @@ class DistributedStrategy(CheckpointingStrategy):
             loop.inference_mode = False  # weights that FSDP2 gathers in inference mode could not be trained afterwards
         if processes.sizes.tensor > 1:
             refuse_liger_shards(model)
+            refuse_engine_shards(model)
+        for name in ("context_parallel_size", "pipeline_parallel_size"):
+            if (size := getattr(self.config, name)) > 1:
+                refuse_fp8_at_calls(model, f"{name}={size}", f"{name}=1", self._divided)
 
         def layers() -> list[nn.Module]:
             return select_layers(model, self.config.layers, self.config.one_stack)

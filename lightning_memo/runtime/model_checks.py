@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -11,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_memo.engine.forward.refuse_checkpointing import TURN_IT_OFF
-from lightning_memo.engine.fp8_modules.global_state import engine_modules
+from lightning_memo.engine.fp8_modules.global_state import engine_modules, is_in_fp8
 from lightning_memo.parallel.zero.zero_sharding import gathers_itself
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face, find_stacks, select_stacks
@@ -132,6 +134,46 @@ def refuse_liger_shards(model: nn.Module) -> None:
             f"{found} runs by a kernel of liger-kernel, which takes whole weights, not shards: set "
             "tensor_parallel_size=1, or train without liger-kernel"
         )
+
+
+def refuse_engine_shards(model: nn.Module) -> None:
+    """Refuse TransformerEngine's modules in a model whose weights are going to be sharded.
+
+    The backward of its norms reads the weight anew, outside of the forward in which it is a plain tensor.
+
+    Raises:
+        ValueError: A module is TransformerEngine's.
+    """
+    if found := engine_modules(model):
+        raise ValueError(
+            f"{class_name(found[0])} is TransformerEngine's, whose kernels take whole weights, not shards: set "
+            "tensor_parallel_size=1, or take PyTorch's modules"
+        )
+
+
+def refuse_fp8_at_calls(model: nn.Module, setting: str, otherwise: str, until: ExitStack) -> None:
+    """Refuse TransformerEngine's FP8 whenever the model is called, in all processes alike.
+
+    Otherwise, a stage of a pipeline would wait for one that has refused, and a head outside of the layers would scale
+    the tokens of each process by themselves.
+
+    Args:
+        model: The model before it is divided, when all processes have the same modules.
+        setting: The setting with which FP8 is not supported.
+        otherwise: What to set instead.
+        until: Ends this when it is closed.
+    """
+    found = [class_name(m) for m in engine_modules(model)]
+
+    def refuse(*call: Any) -> None:
+        if is_in_fp8():
+            raise ValueError(
+                f"{found[0]} is TransformerEngine's and runs in its FP8 autocast, which is not supported with "
+                f"{setting}: set {otherwise}, or leave the autocast out"
+            )
+
+    for host in find_hugging_face(model) if found else ():
+        until.callback(host.register_forward_pre_hook(refuse).remove)
 
 
 def _runs_by_liger(module: nn.Module) -> bool:

@@ -339,12 +339,16 @@ def _without_padding(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def train_together(size: int, run: Run, settings: dict[str, Any], after: Any = None, watch: Any = None) -> Outcome:
-    """Train in `size` processes. Losses are averaged over them, and notes become lists by rank.
+    """Train in `size` processes. Losses are averaged over them, and notes become lists by rank."""
+    return joined(run_in_processes(size, train, run, settings, after, watch), settings)
+
+
+def joined(outcomes: Sequence[Outcome], settings: dict[str, Any]) -> Outcome:
+    """Return the outcome of all processes together.
 
     Each stage of a pipeline has the gradients and the weights of its own layers.
     """
-    outcomes = run_in_processes(size, train, run, settings, after, watch)
-    first: Outcome = outcomes[0]
+    size, first = len(outcomes), outcomes[0]
     first.losses = [sum(losses) / size for losses in zip(*(o.losses for o in outcomes), strict=True)]
     stages = settings.get("pipeline_parallel_size", 1)
     for outcome in outcomes[size // stages :: size // stages]:

@@ -37,7 +37,7 @@ from lightning_memo.engine.token_locality.stand_ins import (
     LocalFunctions,
     Unusable,
     forward_in_shape,
-    liger_in_shape,
+    kernels_in_shape,
     refuse,
 )
 from lightning_memo.engine.token_locality.token_dims import Dim, TokensMixed
@@ -237,7 +237,7 @@ def running(
         handing(call.layer, hand, on_leaving),
         call.mode(TokenRange(0, call.tokens, Action.KEEP)),
         without_parameter_hooks(call.layer),
-        liger_in_shape(),
+        kernels_in_shape(),
         _without_gradients(call.layer),
         LocalFunctions(tracker, call.batch, call.token_dim, mode.set_data) as functions,
     ):

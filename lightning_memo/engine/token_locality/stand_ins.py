@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_memo.engine.forward.intercept import DROPOUTS
+from lightning_memo.engine.fp8_modules.global_state import PACKAGE
 from lightning_memo.engine.fp8_modules.supported_fp8 import is_norm
 from lightning_memo.engine.recurrence.state_functions import StateCall
 from lightning_memo.engine.saved_tensors.side_effects import SET_DATA
-from lightning_memo.engine.state.user_objects import classes_of
 from lightning_memo.engine.token_locality.operations_at_length import step_of_attention, step_of_recurrence
 from lightning_memo.engine.token_locality.token_dims import TOKENS, TokensMixed, holds_tokens
 from lightning_memo.engine.token_locality.token_tracker import TokenTracker
@@ -112,21 +112,36 @@ def forward_in_shape(module: nn.Module, tracker: TokenTracker | None) -> Callabl
         return functools.partial(_experts_in_shape, tracker)  # transformers has one interface for experts
     if package == "bitsandbytes" and isinstance(module, nn.Linear):
         return functools.partial(_linear_in_shape, tracker, module)
-    if is_norm(module) and not classes_of(type(module)) and "forward" not in vars(module):
-        return functools.partial(_norm_in_shape, module)
     return None
 
 
 @contextlib.contextmanager
-def liger_in_shape() -> Iterator[None]:
-    """Inside, operations of PyTorch stand in for the kernels of liger-kernel, which need values."""
+def kernels_in_shape() -> Iterator[None]:
+    """Inside, operations of PyTorch stand in for kernels of liger-kernel and TransformerEngine, which need values."""
     with contextlib.ExitStack() as stack:
         for name, stand_in in _LIGER.items():
             kernel = getattr(sys.modules.get("liger_kernel.ops"), name, None)
             if kernel is not None:
                 kernel.apply = stand_in
                 stack.callback(delattr, kernel, "apply")
+        fuser = getattr(sys.modules.get(f"{PACKAGE}.pytorch.ops.fuser"), "OperationFuser", None)
+        if fuser is not None:
+            own = fuser.__call__
+            fuser.__call__ = lambda *args, **kwargs: _fused_in_shape(own, *args, **kwargs)
+            stack.callback(setattr, fuser, "__call__", own)
         yield
+
+
+def _fused_in_shape(call: Callable[..., Any], fuser: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Answer a call of operations of TransformerEngine, if a norm is the only one."""
+    norm = fuser._basic_ops[0] if len(fuser._basic_ops) == 1 else None
+    # A user's class may compute otherwise.
+    if norm is None or not is_norm(norm) or norm.op_forward.__module__.partition(".")[0] != PACKAGE:
+        return call(fuser, x, *args, **kwargs)
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else norm.weight.dtype
+    bias = None if getattr(norm, "bias", None) is None else norm.bias.to(dtype)
+    return _layer_norm(x.to(dtype), norm.weight.to(dtype), bias, norm.eps).to(dtype)
 
 
 def _silu_mul(a: Tensor, b: Tensor, *multipliers: float) -> Tensor:
@@ -186,16 +201,6 @@ def _linear_in_shape(tracker: TokenTracker | None, module: nn.Linear, x: Tensor)
     if tracker is not None and module.weight.requires_grad:
         tracker.refuse("bitsandbytes quantises gradients of all tokens")
     return F.linear(x, x.new_empty(module.out_features, module.in_features))
-
-
-def _norm_in_shape(module: Any, x: Tensor) -> Tensor:
-    """Answer a call of a norm of TransformerEngine, whose kernel needs values."""
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else module.weight.dtype
-    bias = getattr(module, "bias", None)
-    return _layer_norm(x.to(dtype), module.weight.to(dtype), None if bias is None else bias.to(dtype), module.eps).to(
-        dtype
-    )
 
 
 class LocalFunctions(TorchFunctionMode):

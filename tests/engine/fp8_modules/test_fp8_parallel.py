@@ -1,0 +1,113 @@
+"""TransformerEngine's modules in several processes: norms train as in one process, and FP8 is refused in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from support.architectures.fp8_models import InFp8, engine, recipe_of
+from support.families import FAMILIES, VOCABULARY
+from support.markers.slow import slow_if
+from support.parallel_training import Outcome, Run, joined, train, train_alone
+from support.processes import run_in_processes
+from support.trainer_harness import loader, make_trainer
+from support.transformer_engine_stand_in import stand_in
+from torch import nn
+
+from lightning_memo import MemoStrategy
+
+# The bounds of other models: sums over tokens and processes are rounded in another order.
+BOUND = 1e-5
+WAYS: dict[str, dict[str, Any]] = {
+    "ring": {"context_parallel_size": 2},
+    "ulysses": {"context_parallel_size": 2, "context_parallel_method": "ulysses"},
+    "pipeline": {"pipeline_parallel_size": 2},
+    "zero 1": {"zero_stage": 1},
+    "zero 3": {"zero_stage": 3},
+    "offloaded": {"zero_stage": 2, "offload_state": True},
+    "slice": {"schedule": "slice", "slice_tokens": 16},
+    "streamed": {"host_backed": "all", "slice_tokens": 16},
+    "kinds": {"storage": "kinds", "alpha": "auto"},
+}
+
+
+def _with_norms(**sizes: Any) -> nn.Module:
+    """Return a Llama with TransformerEngine's norms."""
+    model = FAMILIES["llama"].build(**sizes)
+    model.model.norm = engine().RMSNorm(32)
+    for layer in model.model.layers:
+        layer.input_layernorm, layer.post_attention_layernorm = engine().RMSNorm(32), engine().RMSNorm(32)
+    return model
+
+
+def _train(run: Run, settings: dict[str, Any]) -> Outcome | str:
+    with stand_in():
+        try:
+            return train(run, {"alpha": 0.5} | settings)
+        except ValueError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_norms_are_divided_as_those_of_pytorch(way: str) -> None:
+    run = Run(_with_norms)
+    found = joined(run_in_processes(2, _train, run, WAYS[way]), WAYS[way])
+    with stand_in():
+        assert max(found.worst_error(train_alone(run)).values()) < BOUND
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_tensor_parallelism_is_refused(sequence_parallel: bool) -> None:
+    settings = {"tensor_parallel_size": 2, "sequence_parallel": sequence_parallel}
+    first, second = run_in_processes(2, _train, Run(_with_norms), settings)
+    assert first == second and "\n" not in first
+    assert first.startswith("RMSNorm is TransformerEngine's, whose kernels take whole weights, not shards")
+
+
+# ---- FP8
+
+
+def _with_linear(**sizes: Any) -> nn.Module:
+    model = FAMILIES["llama"].build(**sizes)
+    for layer in model.model.layers:
+        layer.mlp.down_proj = engine().Linear(64, 32, bias=False)
+    return model
+
+
+def _with_head(**sizes: Any) -> nn.Module:
+    model = FAMILIES["llama"].build(**sizes)
+    model.lm_head = engine().Linear(32, VOCABULARY, bias=False)
+    return model
+
+
+def _train_in_fp8(build: Callable[[], nn.Module], settings: dict[str, Any]) -> str:
+    """Train without the setting for FP8, with which these are refused before."""
+    with stand_in():
+        trainer = make_trainer(MemoStrategy(plan_memory=False, **settings), devices=2, max_steps=2)
+        module = InFp8(recipe_of("current"), build)
+        try:
+            trainer.fit(module, loader(tokens=48))
+        except ValueError as error:
+            hooks = [getattr(hook, "__module__", "") for hook in module.model._forward_pre_hooks.values()]
+            assert not any(name.startswith("lightning_memo") for name in hooks)
+            return str(error)
+    return ""
+
+
+TOLD = dict.fromkeys(("ring", "ulysses", "pipeline"), "runs in its FP8 autocast, which is not supported with")
+
+
+@slow_if(lambda way: way not in ("ring", "pipeline", "zero 3"))
+@pytest.mark.parametrize("way", WAYS)
+def test_fp8_is_refused_by_all_processes(way: str) -> None:
+    first, second = run_in_processes(2, _train_in_fp8, _with_linear, WAYS[way])
+    assert first == second and "\n" not in first
+    assert first.startswith("Linear") and TOLD.get(way, "set MemoStrategy(transformer_engine_fp8=True)") in first
+
+
+@pytest.mark.parametrize("way", ["ring", "pipeline"])
+def test_a_head_in_fp8_is_refused_by_all_processes(way: str) -> None:
+    """With current scaling, each process would scale its own tokens."""
+    first, second = run_in_processes(2, _train_in_fp8, _with_head, WAYS[way])
+    assert first == second and first.startswith("Linear is TransformerEngine's and runs in its FP8 autocast, which is")
