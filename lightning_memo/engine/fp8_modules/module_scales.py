@@ -14,6 +14,7 @@ from lightning_memo.engine.fp8_modules.global_state import (
     autocast_again,
     engine_modules,
     fp8_manager,
+    is_in_fp8,
 )
 
 FORWARD_KEY: Final = "scaling_fwd"
@@ -92,12 +93,16 @@ class ForwardFp8:
 
     Args:
         modules: The modules of TransformerEngine in the layer.
+
+    Attributes:
+        pads_scales: Whether rows of scales end with values that no kernel has written, which are others each time.
     """
 
     @torch.inference_mode()
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         manager = fp8_manager()
         assert manager is not None
+        self.pads_scales = is_in_fp8() and type(manager.get_fp8_recipe()).__name__ == "Float8BlockScaling"
         self._modules, self._autocast = modules, manager.get_autocast_state()
         found = [t for m in modules for _, name, t in _tensors_of(m, FORWARD_KEY) if name == "scale"]
         self._scales = [(t, t.clone()) for t in found]

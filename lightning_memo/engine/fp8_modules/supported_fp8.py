@@ -17,7 +17,7 @@ from lightning_memo.engine.fp8_modules.global_state import (
 )
 from lightning_memo.utils.class_names import class_name
 
-RECIPES: Final = ("DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling")
+RECIPES: Final = ("DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling", "Float8BlockScaling")
 CLASSES: Final = ("Linear", "LayerNormLinear", "LayerNormMLP")
 NORMS: Final = ("LayerNorm", "RMSNorm")  # without quantizers, and with tokens apart
 _KNOWN: Final = f"{', '.join((*CLASSES, NORMS[0]))} and {NORMS[1]}"

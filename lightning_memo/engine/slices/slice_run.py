@@ -65,7 +65,8 @@ class SliceRun:
         self.starts: list[StartState | None] = []
         self.saved: list[tuple[torch.Size, torch.dtype]] = []
         self.choices: list[Tensor] = []
-        self.sums = run.engine.comparison.sums_of(run.key) if self.recomputes else None
+        compared = self.recomputes and run.forward_context.comparable
+        self.sums = run.engine.comparison.sums_of(run.key) if compared else None
         self._in_forward = False
         self._recomputed: Recomputed | None = None
 

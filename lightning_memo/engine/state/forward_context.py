@@ -43,6 +43,11 @@ class ForwardContext:
     fp8: ForwardFp8 | None = None
     variables: Context = field(default_factory=copy_context)
 
+    @property
+    def comparable(self) -> bool:
+        """Whether a recomputation saves the same values as the forward."""
+        return self.fp8 is None or not self.fp8.pads_scales
+
     def restore_random(self) -> None:
         """Let the next slice draw the random numbers that the first one drew."""
         self.rng.restore()

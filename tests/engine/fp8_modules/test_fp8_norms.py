@@ -55,7 +55,7 @@ def compare(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @slow_if(lambda recipe, alpha: recipe != "delayed" and alpha != 0.5)
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("recipe", ["delayed", "unfused", "current", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["delayed", "unfused", "current", "mxfp8", "blocks"])
 def test_norms_beside_modules_in_fp8(te: Any, recipe: str, alpha: float) -> None:
     """The first norm is the first module of the autocast, whose backward updates the histories of all."""
     build = lambda: InFp8(recipe_of(recipe), lambda: blocks_of(_NormedBlock))  # noqa: E731

@@ -56,7 +56,7 @@ def test_derived_classes_are_known(te: Any) -> None:
 # ---- recipes and releases
 
 RECIPES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "other": (lambda te: te.Float8BlockScaling(), "the recipe Float8BlockScaling: give DelayedScaling"),
+    "other": (lambda te: te.NVFP4BlockScaling(), "the recipe NVFP4BlockScaling: give DelayedScaling"),
     "attention": (lambda te: te.DelayedScaling(fp8_dpa=True), "DelayedScaling with fp8_dpa=True: leave fp8_dpa out"),
     "backward": (
         lambda te: te.MXFP8BlockScaling(backward_override="dequantized"),

@@ -66,7 +66,11 @@ SAVES: dict[str, tuple[str, str, str]] = {
 }
 _SAVE = ("prepare_for_saving", "save_for_backward")
 # Class of quantized tensors -> its file, among the stand-in's tensors.
-SAVING = {"Float8TensorStorage": "float8_tensor", "MXFP8TensorStorage": "mxfp8_tensor"}
+SAVING = {
+    "Float8TensorStorage": "float8_tensor",
+    "MXFP8TensorStorage": "mxfp8_tensor",
+    "Float8BlockwiseQTensorStorage": "float8_blockwise_tensor",
+}
 # Attributes that are read or set in the order of the protocol: of the state, and of the tensors of a module.
 _FIELDS = frozenset({
     "fp8_enabled", "fp8_calibration", "fp8_recipe", "fp8_distributed_group", "is_first_fp8_module",

@@ -1,6 +1,12 @@
 """TransformerEngine for PyTorch, on a CPU."""
 
-from transformer_engine.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
+from transformer_engine.common.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 from transformer_engine.pytorch import ops
 from transformer_engine.pytorch.distributed import checkpoint
 from transformer_engine.pytorch.module import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
@@ -17,6 +23,7 @@ __all__ = [
     "LayerNormMLP",
     "Linear",
     "MXFP8BlockScaling",
+    "NVFP4BlockScaling",
     "RMSNorm",
     "autocast",
     "checkpoint",

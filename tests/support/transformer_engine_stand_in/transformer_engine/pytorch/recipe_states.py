@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch.quantization import get_fp8_torch_dtype
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
@@ -27,6 +28,8 @@ class RecipeState:
             return DelayedScalingRecipeState(recipe, mode=mode, num_quantizers=num_quantizers)
         if recipe.float8_current_scaling():
             return Float8CurrentScalingRecipeState(recipe, mode=mode, num_quantizers=num_quantizers)
+        if recipe.float8_block_scaling():
+            return Float8BlockScalingRecipeState(recipe, mode=mode, num_quantizers=num_quantizers)
         assert recipe.mxfp8(), recipe
         return MXFP8BlockScalingRecipeState(recipe, mode=mode, num_quantizers=num_quantizers)
 
@@ -59,3 +62,16 @@ class MXFP8BlockScalingRecipeState(RecipeState):
 
     def make_quantizers(self) -> list[Any]:
         return [MXFP8Quantizer(self.dtype) for _ in range(self.num_quantizers)]
+
+
+class Float8BlockScalingRecipeState(RecipeState):
+    """No state. Weights have blocks of two dimensions, and all else of one."""
+
+    def make_quantizers(self) -> list[Any]:
+        return [self._make(index) for index in range(self.num_quantizers)]
+
+    def _make(self, index: int) -> Float8BlockQuantizer:
+        is_weight = self.mode == "forward" and index % 3 == 1
+        recipe = self.recipe
+        others = recipe.x_block_scaling_dim if self.mode == "forward" else recipe.grad_block_scaling_dim
+        return Float8BlockQuantizer(self.dtype, block_scaling_dim=recipe.w_block_scaling_dim if is_weight else others)

@@ -82,7 +82,20 @@ class MXFP8BlockScaling(Recipe):
 
 @dataclass
 class Float8BlockScaling(Recipe):
-    """One scale for each block. There are no quantizers for it here."""
+    """One power of two for each 128 values of a row, and of a column, and for 128 x 128 values of weights."""
+
+    fp8_format: Format = Format.E4M3
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+
+
+@dataclass
+class NVFP4BlockScaling(Recipe):
+    """Four bits for each value. There are no quantizers for it here."""
 
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False

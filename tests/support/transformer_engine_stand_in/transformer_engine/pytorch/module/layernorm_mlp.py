@@ -19,6 +19,7 @@ from transformer_engine.pytorch.module.layernorm_linear import apply_normalizati
 from transformer_engine.pytorch.module.linear import _check_fp8_reduce_and_update
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.quantized_tensor import clear_tensor_data, prepare_for_saving, restore_from_func_ctx
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
 
@@ -53,7 +54,8 @@ class _LayerNormMLP(torch.autograd.Function):
         if fp8:
             assert_dim_for_fp8_exec(inputmat, fc1_weight, fc2_weight)
             fc1_input.set_usage(rowwise=True, columnwise=is_grad_enabled and fc1_weight.requires_grad)
-            fc2_input.set_usage(rowwise=True, columnwise=isinstance(fc2_input, MXFP8Quantizer))
+            by_columns = isinstance(fc2_input, (MXFP8Quantizer, Float8BlockQuantizer))
+            fc2_input.set_usage(rowwise=True, columnwise=by_columns)
         ln_out, mu, rsigma = apply_normalization(inputmat, ln_weight, ln_bias, fc1_input)
         fc1_weight_final = _weight(fc1_weight, fc1_weights, dtype, is_grad_enabled)
         fc2_weight_final = _weight(fc2_weight, fc2_weights, dtype, is_grad_enabled)
