@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
 from lightning_memo.parallel.checkpoints import atomic_replace
@@ -136,8 +137,13 @@ def remove_checkpoint(path: str | Path) -> None:
 
 
 def tensor_sizes(state: Mapping[str, Any]) -> Sizes:
-    """Returns the sizes of the tensors of a state dict by name."""
-    return {name: value.size() if isinstance(value, Tensor) else None for name, value in state.items()}
+    """Returns the sizes of the tensors of a state dict by name. Extra states of modules may have others each time."""
+    sized = {name for name, value in state.items() if isinstance(value, Tensor) and not _is_extra(name)}
+    return {name: value.size() if name in sized else None for name, value in state.items()}
+
+
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
 
 
 def refuse_other_model(path: str | Path, saved: Sizes, own: Sizes, strict: bool) -> None:
@@ -207,7 +213,7 @@ def _read_model(source: CheckpointSource, model: nn.Module, of_all: Sizes, stric
     saved = {path[1]: entry for path, entry in source.entries("state_dict").items()}
     sizes = {name: entry.size if isinstance(entry, TensorStorageMetadata) else None for name, entry in saved.items()}
     refuse_other_model(source.path, sizes, of_all, strict)
-    shared = {name: value for name, value in own.items() if name in saved}
+    shared = {name: None if _is_extra(name) else value for name, value in own.items() if name in saved}
     read = source.read({("state_dict", name): value for name, value in shared.items()})
     # The tensors are already the model's own. This call is for modules with load hooks and for other values.
     set_model_state_dict(

@@ -52,7 +52,9 @@ def _train(run: Run, settings: dict[str, Any]) -> Outcome | str:
 @pytest.mark.parametrize("way", WAYS)
 def test_norms_are_divided_as_those_of_pytorch(way: str) -> None:
     run = Run(_with_norms)
-    found = joined(run_in_processes(2, _train, run, WAYS[way]), WAYS[way])
+    answers = run_in_processes(2, _train, run, WAYS[way])
+    assert not isinstance(answers[0], str), answers[0]
+    found = joined(answers, WAYS[way])
     with stand_in():
         assert max(found.worst_error(train_alone(run)).values()) < BOUND
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -85,3 +87,32 @@ def _alone() -> list[list[Tensor]]:
 def test_processes_that_reduce_nothing_have_histories_of_their_own() -> None:
     first, second = run_in_processes(2, _alone)
     assert not all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
+
+
+def _run(max_steps: int, ckpt_path: str | None, save_to: str | None) -> tuple[list[float], list[Tensor]]:
+    """Train on one batch, as Lightning starts a loader from its beginning. Returns losses and scales."""
+    with stand_in():
+        module = InFp8(recipe_of("delayed"))
+        strategy = MemoStrategy(alpha=0.0, plan_memory=False, transformer_engine_fp8=True)
+        trainer = make_trainer(
+            strategy, devices=dist.get_world_size(), max_steps=max_steps, use_distributed_sampler=False
+        )
+        loader = DataLoader(_batches()[:1] * max_steps, batch_size=None)  # type: ignore[arg-type]
+        trainer.fit(module, loader, ckpt_path=ckpt_path, weights_only=False)
+        if save_to is not None:
+            trainer.save_checkpoint(save_to)
+        return module.losses, list(scales_in(module))
+
+
+def test_processes_resume_with_the_scales_of_their_checkpoint(tmp_path: Path) -> None:
+    """They are extra states, whose sizes are others in a new model."""
+    path = str(tmp_path / "two.ckpt")
+    expected = run_in_processes(2, _run, 4, None, None)
+    saved = run_in_processes(2, _run, 2, None, path)
+    for (losses, scales), (plain_losses, plain_scales) in zip(
+        run_in_processes(2, _run, 4, path, None), expected, strict=True
+    ):
+        assert losses == plain_losses[2:] and len(scales) == len(plain_scales) == 12 * 4
+        assert all(torch.equal(a, b) for a, b in zip(scales, plain_scales, strict=True))
+    _, scales = run_in_processes(1, _run, 2, path, None)[0]  # no step is left
+    assert all(torch.equal(a, b) for a, b in zip(scales, saved[0][1], strict=True))
