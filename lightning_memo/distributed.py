@@ -195,13 +195,13 @@ class DistributedStrategy(CheckpointingStrategy):
         if processes.sizes.tensor > 1:
             refuse_liger_shards(model)
             refuse_engine_shards(model)
-        for name in ("context_parallel_size", "pipeline_parallel_size"):
-            if (size := getattr(self.config, name)) > 1:
-                refuse_fp8_at_calls(model, f"{name}={size}", f"{name}=1", self._divided)
 
         def layers() -> list[nn.Module]:
             return select_layers(model, self.config.layers, self.config.one_stack)
 
+        for name in ("context_parallel_size", "pipeline_parallel_size"):
+            if (size := getattr(self.config, name)) > 1:
+                refuse_fp8_at_calls(model, layers, f"{name}={size}", f"{name}=1", self._divided)
         processes.divide_model(
             model,
             layers=layers,

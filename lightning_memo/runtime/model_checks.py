@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_memo.engine.forward.refuse_checkpointing import TURN_IT_OFF
 from lightning_memo.engine.fp8_modules.global_state import engine_modules, is_in_fp8
+from lightning_memo.engine.fp8_modules.supported_fp8 import is_norm
 from lightning_memo.parallel.zero.zero_sharding import gathers_itself
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face, find_stacks, select_stacks
@@ -151,7 +152,9 @@ def refuse_engine_shards(model: nn.Module) -> None:
         )
 
 
-def refuse_fp8_at_calls(model: nn.Module, setting: str, otherwise: str, until: ExitStack) -> None:
+def refuse_fp8_at_calls(
+    model: nn.Module, layers: Callable[[], Iterable[nn.Module]], setting: str, otherwise: str, until: ExitStack
+) -> None:
     """Refuse TransformerEngine's FP8 whenever the model is called, in all processes alike.
 
     Otherwise, a stage of a pipeline would wait for one that has refused, and a head outside of the layers would scale
@@ -159,6 +162,7 @@ def refuse_fp8_at_calls(model: nn.Module, setting: str, otherwise: str, until: E
 
     Args:
         model: The model before it is divided, when all processes have the same modules.
+        layers: Returns its layers, which are refused when they run.
         setting: The setting with which FP8 is not supported.
         otherwise: What to set instead.
         until: Ends this when it is closed.
@@ -172,8 +176,12 @@ def refuse_fp8_at_calls(model: nn.Module, setting: str, otherwise: str, until: E
                 f"{setting}: set {otherwise}, or leave the autocast out"
             )
 
-    for host in find_hugging_face(model) if found else ():
-        until.callback(host.register_forward_pre_hook(refuse).remove)
+    if not found:
+        return
+    inside = {m for layer in layers() for m in layer.modules()}
+    outside = [m for m in engine_modules(model) if m not in inside and not is_norm(m)]  # of a model of a user's own
+    for called in (*find_hugging_face(model), *outside):
+        until.callback(called.register_forward_pre_hook(refuse).remove)
 
 
 def _runs_by_liger(module: nn.Module) -> bool:

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 from support.architectures.fp8_models import InFp8, engine, recipe_of
-from support.families import FAMILIES, VOCABULARY
+from support.families import FAMILIES, VOCABULARY, PlainBlock, PlainModel, make_batch
 from support.markers.slow import slow_if
 from support.parallel_training import Outcome, Run, joined, train, train_alone
 from support.processes import run_in_processes
-from support.trainer_harness import loader, make_trainer
+from support.trainer_harness import batches, make_trainer
 from support.transformer_engine_stand_in import stand_in
-from torch import nn
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_memo import MemoStrategy
 
@@ -83,13 +84,29 @@ def _with_head(**sizes: Any) -> nn.Module:
     return model
 
 
-def _train_in_fp8(build: Callable[[], nn.Module], settings: dict[str, Any]) -> str:
+class _Own(PlainModel):
+    """A model of a user's own with a head in FP8, whose loss is that of divided labels."""
+
+    def __init__(self) -> None:
+        super().__init__([PlainBlock() for _ in range(2)])
+        self.head = engine().Linear(32, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, shift_labels: Tensor, num_items_in_batch: Any = 1, **others: Any) -> Any:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x).flatten(0, 1).float()
+        loss = nn.functional.cross_entropy(logits, shift_labels.flatten(), reduction="sum") / num_items_in_batch
+        return CausalLMOutput(loss=loss)
+
+
+def _train_in_fp8(build: Callable[[], nn.Module], settings: dict[str, Any], labels: str = "labels") -> str:
     """Train without the setting for FP8, with which these are refused before."""
     with stand_in():
         trainer = make_trainer(MemoStrategy(plan_memory=False, **settings), devices=2, max_steps=2)
-        module = InFp8(recipe_of("current"), build)
+        module, batch = InFp8(recipe_of("current"), build), make_batch(2, 48)
         try:
-            trainer.fit(module, loader(tokens=48))
+            trainer.fit(module, batches([{"input_ids": batch["input_ids"], labels: batch["labels"]}] * 2))
         except ValueError as error:
             hooks = [getattr(hook, "__module__", "") for hook in module.model._forward_pre_hooks.values()]
             assert not any(name.startswith("lightning_memo") for name in hooks)
@@ -112,4 +129,9 @@ def test_fp8_is_refused_by_all_processes(way: str) -> None:
 def test_a_head_in_fp8_is_refused_by_all_processes(way: str) -> None:
     """With current scaling, each process would scale its own tokens."""
     first, second = run_in_processes(2, _train_in_fp8, _with_head, WAYS[way])
+    assert first == second and first.startswith("Linear is TransformerEngine's and runs in its FP8 autocast, which is")
+
+
+def test_a_head_of_a_users_model_is_refused_by_all_processes() -> None:
+    first, second = run_in_processes(2, _train_in_fp8, _Own, WAYS["ring"], "shift_labels")
     assert first == second and first.startswith("Linear is TransformerEngine's and runs in its FP8 autocast, which is")
