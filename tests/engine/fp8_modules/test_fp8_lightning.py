@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.precision import transformer_engine as fabric
 from lightning.pytorch.plugins import TransformerEnginePrecision
 from lightning_utilities.core.imports import RequirementCache
 from support.architectures.fp8_models import EngineBlock, blocks_of, recipe_of, scales_in, strategy, trained
+from support.devices import DEVICE
 from support.families import FAMILIES, PlainBlock
 from support.markers.slow import slow_if
-from support.trainer_harness import LanguageModel, fit, loader, make_trainer
+from support.processes import run_in_processes
+from support.trainer_harness import LanguageModel, Sequences, fit, loader, make_trainer
+from support.transformer_engine_stand_in import stand_in
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 pytestmark = [pytest.mark.usefixtures("own_folder", "installed")]
 
 
+def find_in(folder: Path) -> None:
+    """Let Lightning find metadata of TransformerEngine in a folder. It looks for them once in a process."""
+    info = folder / "transformer_engine-2.18.0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.18.0\n")
+    sys.path.insert(0, str(folder))
+    fabric._TRANSFORMER_ENGINE_AVAILABLE = RequirementCache("transformer_engine>=0.11.0")
+    assert fabric._TRANSFORMER_ENGINE_AVAILABLE
+    sys.path.remove(str(folder))
+
+
 @pytest.fixture
 def installed(te: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Lightning find the metadata of TransformerEngine, for which it looks once in a process."""
-    folder = tmp_path / "site" / "transformer_engine-2.18.0.dist-info"
-    folder.mkdir(parents=True)
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.18.0\n")
-    monkeypatch.syspath_prepend(str(folder.parent))
-    monkeypatch.setattr(fabric, "_TRANSFORMER_ENGINE_AVAILABLE", RequirementCache("transformer_engine>=0.11.0"))
+    monkeypatch.setattr(fabric, "_TRANSFORMER_ENGINE_AVAILABLE", fabric._TRANSFORMER_ENGINE_AVAILABLE)  # set back
+    find_in(tmp_path / "site")
 
 
 def compare(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -91,6 +105,45 @@ def test_validation_between_steps(te: Any) -> None:
         return trained(by, module, val_data=loader(), plugins=[plugin()], **settings)[1]
 
     compare(train(strategy(alpha=0.5)), train(None))
+
+
+# ---- in several processes
+
+
+def _batches() -> list[dict[str, Tensor]]:
+    """Return this process's rows."""
+    sequences, rank = Sequences(8), dist.get_rank()
+    return [{name: t[None].to(DEVICE) for name, t in sequences[2 * n + rank].items()} for n in range(4)]
+
+
+def _by_strategy(folder: Path) -> list[float]:
+    find_in(folder)
+    with stand_in():
+        module, data = LanguageModel(_plain_blocks), DataLoader(_batches(), batch_size=None)  # type: ignore[arg-type]
+        make_trainer(strategy(alpha=0.5), devices=2, plugins=[plugin()], use_distributed_sampler=False).fit(
+            module, data
+        )
+        return module.losses
+
+
+def _plainly(folder: Path) -> list[float]:
+    find_in(folder)
+    with stand_in():
+        precision = plugin()
+        module = precision.convert_module(LanguageModel(_plain_blocks)).to(DEVICE)
+        model, optimizer, losses = DistributedDataParallel(module.model), module.configure_optimizers(), []
+        for batch in _batches():
+            with precision.forward_context():
+                loss = model(**batch).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+
+def test_data_parallel_processes_train_as_plainly(tmp_path: Path) -> None:
+    assert run_in_processes(2, _by_strategy, tmp_path) == run_in_processes(2, _plainly, tmp_path)
 
 
 # ---- in one line
