@@ -252,8 +252,8 @@ def test_its_own_checkpointing_is_refused(te: Any) -> None:
 # ---- settings
 
 OTHERS: dict[str, Any] = {
-    "context_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel_size": 2, "zero_stage": 3,
-    "offload_state": True, "slice_tokens": 16, "storage": "kinds",
+    "context_parallel_size": 2, "pipeline_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel_size": 2,
+    "zero_stage": 3, "offload_state": True, "slice_tokens": 16, "storage": "kinds",
 }  # fmt: skip
 
 

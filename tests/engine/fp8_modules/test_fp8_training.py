@@ -183,6 +183,18 @@ def test_other_settings_change_nothing(te: Any, settings: dict[str, Any]) -> Non
     compare(found, expected)
 
 
+def test_spilled_layers(te: Any, tmp_path: Path) -> None:
+    """Bytes of FP8 and their scales come back from a disk as they were."""
+
+    def module() -> InFp8:
+        return InFp8(recipe_of("delayed"), lambda: blocks_of(layers=6))
+
+    _, expected = trained(None, module(), max_steps=4)
+    result, found = trained(strategy(1.0, spill_path=str(tmp_path), host_memory="200KiB"), module(), max_steps=4)
+    assert result.plan.swap.spilled_calls
+    compare(found, expected)
+
+
 def _with_head() -> nn.Module:
     model = FAMILIES["llama"].build()
     model.lm_head = engine().Linear(32, VOCABULARY, bias=False)
