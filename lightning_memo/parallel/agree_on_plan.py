@@ -21,24 +21,11 @@ def agree_on_plan(solve: Callable[[float | None, bool], Plan], ranks: Ranks, eve
     Raises:
         ValueError: A rank has no feasible plan.
     """
-    plan = _solve_together(solve, True, ranks, everyone)
+    plan = ranks.run_alike(lambda: solve(None, True), everyone)
     if len(set(ranks.gather_slicing(plan.swap.mode, everyone))) > 1:
-        plan = _solve_together(solve, False, ranks, everyone)
+        plan = ranks.run_alike(lambda: solve(None, False), everyone)
     smallest = min(ranks.gather_slicing(plan.swap.alpha, everyone))
     if plan.swap.alpha == smallest:
         return plan
     least = f"another process runs no more than alpha={smallest:.4g}, and all take the smallest"
     return replace(solve(smallest, False), reason=f"By itself alpha={plan.swap.alpha:.4g}, but {least}.")
-
-
-def _solve_together(
-    solve: Callable[[float | None, bool], Plan], may_be_plain: bool, ranks: Ranks, everyone: bool
-) -> Plan:
-    plan, error = None, None
-    try:
-        plan = solve(None, may_be_plain)
-    except ValueError as refused:
-        error = refused
-    ranks.raise_alike(error, everyone)
-    assert plan is not None
-    return plan

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -67,23 +68,42 @@ class Ranks:
             return values
         return [v for of_stage in gather(values, self.stages) for v in of_stage]
 
-    def raise_alike(self, error: Exception | None, everyone: bool = True) -> None:
-        """Raise on every rank that cuts layers into the same slices if any of them has an error.
+    def run_alike(self, work: Callable[[], T], everyone: bool = True) -> T:
+        """Do work that may fail on one rank: then it fails on all that cut layers into the same slices.
 
-        Ranks without one raise a :class:`FailedElsewhere`. Other stages of a pipeline are not told.
+        Ranks on which it did not fail raise a :class:`FailedElsewhere`. Other stages of a pipeline are not told.
 
         Args:
-            error: Error of this rank, or `None`.
+            work: The work.
             everyone: As for :meth:`gather`.
 
         Raises:
-            ValueError: A rank has an error.
+            ValueError: The work failed on a rank.
         """
+        result, error = _attempt(work, (ValueError,))
         messages = self.gather_slicing(None if error is None else str(error), everyone)
         if error is not None:
             raise error
         if failed := [message for message in messages if message is not None]:
             raise FailedElsewhere(failed[0])
+        return cast(T, result)
+
+    def run_together(
+        self, work: Callable[[], T], everyone: bool = True, errors: tuple[type[Exception], ...] = (ValueError,)
+    ) -> T:
+        """Do work that may fail on one rank, and raise as :meth:`raise_together` does.
+
+        Args:
+            work: The work.
+            everyone: As for :meth:`gather`.
+            errors: The errors that others are told of.
+
+        Raises:
+            ValueError: The work failed on a rank. A single process raises its own error.
+        """
+        result, error = _attempt(work, errors)
+        self.raise_together(error, everyone)
+        return cast(T, result)
 
     def raise_together(self, error: Exception | None, everyone: bool = True) -> None:
         """Raise on every rank if any rank has an error. A single process raises its own error.
@@ -105,6 +125,13 @@ class Ranks:
         rank, message = failed[0]
         of_group = "" if everyone else " of the processes that share its sequences or experts"
         raise ValueError(f"rank {rank}{of_group}: {message}") from error
+
+
+def _attempt(work: Callable[[], T], errors: tuple[type[Exception], ...]) -> tuple[T | None, Exception | None]:
+    try:
+        return work(), None
+    except errors as error:
+        return None, error
 
 
 def processes_on_this_node() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -230,16 +231,15 @@ def test_only_processes_that_share_tokens_need_the_same_sizes(sharing: str, monk
 
         gather_slicing, stages = gather, None
 
-        def raise_alike(self, error: Exception | None, everyone: bool = True) -> None:
-            if error is not None:
-                raise error
+        def run_alike(self, work: Callable[[], Any], everyone: bool = True) -> Any:
+            return work()
 
     step: Any = SimpleNamespace(
         profile=None, costs=LAYERS, budget=Budget(device_bytes=ALWAYS + 8500, host_bytes=70), label=LABEL
     )
     monkeypatch.setattr(planning, "plain_plan", lambda *_: None)
     monkeypatch.setattr(planning, "_problem", lambda *_: ((COSTS, budget), []))
-    monkeypatch.setattr(planning, "_solve_alike", lambda step, saved, costs, *_: costs)
+    monkeypatch.setattr(planning._Solver, "solve_alike", lambda self, costs, budget: costs)
 
     def plan(divided: bool) -> Any:
         ranks: Any = Others()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, TypeVar, cast
+from typing import Final, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -271,14 +271,7 @@ class ActivationPlanner(MetersSteps):
             SpillError: The disk refused it. With several processes this is a `ValueError`.
             ValueError: There is no plan, or it cannot run here.
         """
-        result: T | None = None
-        error: Exception | None = None
-        try:
-            result = work()
-        except (SpillError, ValueError) as refused:
-            error = refused
-        self._ranks.raise_together(error, everyone)
-        return cast(T, result)
+        return self._ranks.run_together(work, everyone, (SpillError, ValueError))
 
     def _stop_meter(self) -> WorkingSet | None:
         return self.stop_meter(accumulating=self._run.accumulated_batches > 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Final
 
 from lightning_memo.artifacts.layer_costs import Budget
@@ -63,15 +65,10 @@ def plan_by_kind(
     own, saved = _problem(step, limits, ranks, everyone, exchanging)
     common = common_problem(ranks.gather(own, everyone))
     sharing = [] if common else ranks.gather(own, everyone=False)  # which may agree where not all do
-    problem = error = None
+    solver = _Solver(step, saved, divided, schedule, ranks, everyone)
     try:
-        problem = common or common_problem(sharing, divided or exchanging) or own
-    except ValueError as refused:
-        error = refused
-    try:
-        ranks.raise_alike(error, everyone)
-        assert problem is not None
-        return _solve_alike(step, saved, *problem, divided, schedule, ranks, everyone)
+        problem = ranks.run_alike(lambda: common or common_problem(sharing, divided or exchanging) or own, everyone)
+        return solver.solve_alike(*problem)
     except ValueError:
         if optional:
             return None
@@ -90,56 +87,46 @@ def _problem(
     return (StorageCosts.of_step(calls, step.costs), StorageBudget.of(limits, step.costs)), saved
 
 
-def _solve_alike(
-    step: MeasuredStep,
-    saved: list[list[SavedBytes]],
-    costs: StorageCosts,
-    budget: StorageBudget,
-    divided: bool,
-    schedule: Schedule,
-    ranks: Ranks,
-    everyone: bool,
-) -> Plan:
-    """Solve until all stages of a pipeline cut their layers into the same slices, if they have to.
+@dataclass(frozen=True, slots=True)
+class _Solver:
+    """What plans of a step are solved from, apart from the costs and the budget; see `plan_by_kind`."""
 
-    Raises:
-        ValueError: Some process finds no plan, or bounds of slices differ each time.
-    """
-    bounds: set[int] = set()
-    for _ in range(_ATTEMPTS):
-        plan = error = None
-        try:
-            plan = _solve(step, saved, costs, budget, bounds if divided else None, schedule)
-        except ValueError as refused:
-            error = refused
-        ranks.raise_alike(error, everyone)
-        assert plan is not None and plan.swap.storage is not None
-        own = {bound for call in plan.swap.storage.calls for bound in call.bounds}
-        of_all = ranks.gather_slicing(own, everyone) if ranks.stages is not None else [own]
-        if all(each == own for each in of_all):
-            return plan
-        bounds = bounds.union(*of_all)  # with which other shares may be best, as more slices need more bytes
-    raise ValueError(
-        'the stages of the pipeline find no common slices: set storage="alpha", or sequence_parallel=False'
-    )
+    step: MeasuredStep
+    saved: list[list[SavedBytes]]
+    divided: bool
+    schedule: Schedule
+    ranks: Ranks
+    everyone: bool
 
+    def solve_alike(self, costs: StorageCosts, budget: StorageBudget) -> Plan:
+        """Solve until all stages of a pipeline cut their layers into the same slices, if they have to.
 
-def _solve(
-    step: MeasuredStep,
-    saved: list[list[SavedBytes]],
-    costs: StorageCosts,
-    budget: StorageBudget,
-    common_bounds: Collection[int] | None,
-    schedule: Schedule,
-) -> Plan:
-    tokens = step.profile.tokens
-    return plan_kinds(
-        step.costs,
-        costs,
-        budget,
-        step.label,
-        tile_tokens=tile_of(tokens),
-        stored_bytes=lambda plan: stored_bytes_of_calls(plan, saved, tokens, costs.leaving_calls),
-        common_bounds=common_bounds,
-        nested=schedule == "nest",
-    )
+        Raises:
+            ValueError: Some process finds no plan, or bounds of slices differ each time.
+        """
+        bounds: set[int] = set()
+        for _ in range(_ATTEMPTS):
+            common = bounds if self.divided else None
+            plan = self.ranks.run_alike(functools.partial(self._solve, costs, budget, common), self.everyone)
+            assert plan.swap.storage is not None
+            own = {bound for call in plan.swap.storage.calls for bound in call.bounds}
+            of_all = self.ranks.gather_slicing(own, self.everyone) if self.ranks.stages is not None else [own]
+            if all(each == own for each in of_all):
+                return plan
+            bounds = bounds.union(*of_all)  # with which other shares may be best, as more slices need more bytes
+        raise ValueError(
+            'the stages of the pipeline find no common slices: set storage="alpha", or sequence_parallel=False'
+        )
+
+    def _solve(self, costs: StorageCosts, budget: StorageBudget, common_bounds: Collection[int] | None) -> Plan:
+        step, tokens = self.step, self.step.profile.tokens
+        return plan_kinds(
+            step.costs,
+            costs,
+            budget,
+            step.label,
+            tile_tokens=tile_of(tokens),
+            stored_bytes=lambda plan: stored_bytes_of_calls(plan, self.saved, tokens, costs.leaving_calls),
+            common_bounds=common_bounds,
+            nested=self.schedule == "nest",
+        )
