@@ -210,10 +210,6 @@ class DistributedStrategy(CheckpointingStrategy):
         )
         processes.attach(model, layers, self._divided)
         if processes.pipeline is not None:
-            if self.precision_plugin.mixed:
-                raise ValueError(
-                    'precision="bf16-mixed" is not supported with pipeline_parallel_size: give "bf16-true" or "32-true"'
-                )
             self.precision_plugin.holders = processes.pipeline.holders
             self._divided.callback(replace_forward(*processes.pipeline.run_of(model)))
         outside = self.config.context_parallel_size > 1 and self.config.host_backed in ("attention", "all")

@@ -153,7 +153,7 @@ class Processes:
         elif self._experts is not None:
             divide_experts(find_experts(module).values(), self._experts)
         if self.pipeline is not None:
-            self.pipeline.divide(module)
+            self.pipeline.divide(module, mixed)
         if self.sizes.replicas > 1 or mixed or config.zero_stage > 0 or config.offload_state:
             shard_state(
                 module,

@@ -65,8 +65,12 @@ class Pipeline:
         """Largest number of micro-batches that are in flight, for each block of layers of this stage."""
         return most_in_flight(self.stage, self._sizes.pipeline, self._sizes.blocks)
 
-    def divide(self, module: nn.Module) -> None:
+    def divide(self, module: nn.Module, mixed: bool) -> None:
         """Take the weights of other stages out of a module.
+
+        Args:
+            module: The module.
+            mixed: Whether it computes in bf16 with fp32 weights.
 
         Raises:
             ValueError: The module cannot be divided over the stages.
@@ -75,7 +79,7 @@ class Pipeline:
         counts = staged.divide(self._sizes.pipeline, self._sizes.blocks, self._config.pipeline_layers)
         self._tied.find(staged, self.stage, self._sizes.pipeline)
         setattr(module, WHOLE_NAMES, WholeNames.of(module))
-        setattr(staged.model, STAGE, staged.keep(self.stage, self._sizes.pipeline, counts))
+        setattr(staged.model, STAGE, staged.keep(self.stage, self._sizes.pipeline, counts, mixed))
 
     def run_of(self, module: nn.Module) -> tuple[nn.Module, PipelinedModel]:
         """Return the model inside of a divided module, and what is to be called in place of its forward."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from lightning_memo.parallel.batches.loss_arguments import takes_loss_arguments
@@ -116,17 +117,18 @@ class StagedModel:
                 "pipeline_layers so that each stage has some, or set fewer stages"
             )
 
-    def keep(self, stage: int, stages: int, counts: Sequence[int]) -> StageForward:
+    def keep(self, stage: int, stages: int, counts: Sequence[int], mixed: bool) -> StageForward:
         """Take the weights of other stages out of the model.
 
         Args:
             stage: Number of the stage that is kept.
             stages: Number of stages.
             counts: Number of layers of each block of all stages.
+            mixed: Whether the model computes in bf16 with fp32 weights.
         """
         starts = [0, *itertools.accumulate(counts)]
         forward = StageForward(class_name(self.model), starts[stage:-1:stages])
-        absent: dict[nn.Module, tuple[int, Any]] = {m: (-1, _absent(forward, m)) for m in self.before}
+        absent: dict[nn.Module, tuple[int, Any]] = {m: (-1, _absent(forward, m, mixed)) for m in self.before}
         absent |= {layer: (n, AbsentLayer(forward, layer, n)) for n, layer in enumerate(self.layers)}
         own = {layer for block in range(stage, len(counts), stages) for layer in self._block(starts, block)}
         own |= {*self.before} if stage == 0 else set()
@@ -187,8 +189,9 @@ def _has_weights(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
 
 
-def _absent(forward: StageForward, module: nn.Module) -> AbsentModule:
-    return AbsentModule(forward, module, next(module.parameters(recurse=False)).dtype)
+def _absent(forward: StageForward, module: nn.Module, mixed: bool) -> AbsentModule:
+    weights = next(module.parameters(recurse=False)).dtype
+    return AbsentModule(forward, module, torch.bfloat16 if mixed else weights)
 
 
 def _stand_in(module: nn.Module, forward: Any) -> nn.Module:

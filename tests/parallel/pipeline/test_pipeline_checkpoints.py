@@ -37,12 +37,12 @@ CHAINS = [
 ]  # fmt: skip
 
 
-def _run_of(family: str) -> Run:
-    return Run(family=family, tokens=45, batch=4, clip=0.5, steps=4, layers=4)
+def _run_of(family: str, precision: str = "32-true") -> Run:
+    return Run(family=family, tokens=45, batch=4, clip=0.5, steps=4, layers=4, precision=precision)
 
 
-def _train(family: str, sizes: str, checkpoint: str, resume: bool) -> Outcome:
-    run, settings = _run_of(family), SIZES[sizes][1] | {"alpha": 0.5}
+def _train(family: str, sizes: str, checkpoint: str, resume: bool, precision: str = "32-true") -> Outcome:
+    run, settings = _run_of(family, precision), SIZES[sizes][1] | {"alpha": 0.5}
     if resume:
         return train(run, settings, ckpt_path=f"{checkpoint}/saved-step={SAVED_AFTER}.ckpt", skip=SAVED_AFTER)
     saving = ModelCheckpoint(
@@ -51,9 +51,9 @@ def _train(family: str, sizes: str, checkpoint: str, resume: bool) -> Outcome:
     return train(run, settings, callbacks=[saving])
 
 
-def _losses(family: str, sizes: str, checkpoint: Path, resume: bool) -> list[float]:
+def _losses(family: str, sizes: str, checkpoint: Path, resume: bool, precision: str = "32-true") -> list[float]:
     size = SIZES[sizes][0]
-    outcomes: list[Outcome] = run_in_processes(size, _train, family, sizes, str(checkpoint), resume)
+    outcomes: list[Outcome] = run_in_processes(size, _train, family, sizes, str(checkpoint), resume, precision)
     return [sum(losses) / size for losses in zip(*(o.losses for o in outcomes), strict=True)]
 
 
@@ -64,6 +64,15 @@ def test_goes_on_with_other_sizes(family: str, of: str, to: str, tmp_path: Path)
     _losses(family, of, tmp_path, resume=False)
     resumed = _losses(family, to, tmp_path, resume=True)  # whose first batch is profiled again
     assert resumed == pytest.approx(train_alone(_run_of(family)).losses[SAVED_AFTER:], rel=1e-6)
+
+
+@slow_if(lambda of, to: (of, to) != ("pp2", "one"))
+@pytest.mark.parametrize(("of", "to"), [("pp2", "one"), ("one", "pp2 v2"), ("pp2", "dp2"), ("pp2", "pp2 x dp2 zero1")])
+def test_goes_on_in_mixed_precision(of: str, to: str, tmp_path: Path) -> None:
+    """Weights and the state of Adam are in fp32; processes round other numbers to bf16."""
+    whole = _losses("llama_tied", of, tmp_path, resume=False, precision="bf16-mixed")
+    resumed = _losses("llama_tied", to, tmp_path, resume=True, precision="bf16-mixed")
+    assert resumed == pytest.approx(whole[SAVED_AFTER:], rel=1e-4)
 
 
 def _export(family: str, sizes: str, folder: str) -> Outcome:

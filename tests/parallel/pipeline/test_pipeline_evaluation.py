@@ -45,13 +45,13 @@ def _loader(rows: int = RUN.batch) -> DataLoader[dict[str, Tensor]]:
     return DataLoader(Texts(RUN), batch_size=rows)
 
 
-def _evaluate(settings: dict[str, Any]) -> list[float]:
+def _evaluate(settings: dict[str, Any], precision: str) -> list[float]:
     """Return losses of this process; data-parallel processes get the same batches."""
     module = Evaluated(RUN.build, lr=LR)
     trainer: Trainer = make_trainer(
         MemoStrategy(pipeline_parallel_size=2, alpha=0.5, plan_memory=False, **settings),
         devices=dist.get_world_size(), max_steps=2, num_sanity_val_steps=1, val_check_interval=2,
-        use_distributed_sampler=False,
+        use_distributed_sampler=False, precision=precision,
     )  # fmt: skip
     losses = [trainer.validate(module, _loader(3), verbose=False)[0]["val_loss"]]
     torch.manual_seed(1)
@@ -69,16 +69,19 @@ def _loss_of(module: LanguageModel) -> float:
 
 
 @pytest.mark.parametrize(
-    ("processes", "settings"),
+    ("processes", "settings", "precision"),
     [
-        (2, {}),
-        pytest.param(4, {"zero_stage": 1}, marks=pytest.mark.slow),
-        pytest.param(4, {"tensor_parallel_size": 2}, marks=pytest.mark.slow),
-        pytest.param(4, {"context_parallel_size": 2}, marks=pytest.mark.slow),
+        (2, {}, "32-true"),
+        pytest.param(2, {}, "bf16-mixed", marks=pytest.mark.slow),
+        pytest.param(4, {"zero_stage": 1}, "32-true", marks=pytest.mark.slow),
+        pytest.param(4, {"tensor_parallel_size": 2}, "32-true", marks=pytest.mark.slow),
+        pytest.param(4, {"context_parallel_size": 2}, "32-true", marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_losses_are_those_of_one_process_on_all_stages(processes: int, settings: dict[str, Any]) -> None:
+def test_losses_are_those_of_one_process_on_all_stages(
+    processes: int, settings: dict[str, Any], precision: str
+) -> None:
     module = Evaluated(RUN.build, lr=LR)
     optimizer, expected = module.configure_optimizers(), [_loss_of(module)]
     for batch in list(_loader())[:2]:
@@ -87,8 +90,8 @@ def test_losses_are_those_of_one_process_on_all_stages(processes: int, settings:
         (loss**2 / 2).backward()
         optimizer.step()
     expected += [loss.item()] + [_loss_of(module)] * 3
-    for losses in run_in_processes(processes, _evaluate, settings):
-        assert losses == pytest.approx(expected, rel=1e-6)
+    for losses in run_in_processes(processes, _evaluate, settings, precision):
+        assert losses == pytest.approx(expected, rel=1e-6 if precision == "32-true" else 2e-4)
 
 
 def _error_of(kind: type[LanguageModel], family: Any, settings: dict[str, Any]) -> str:
