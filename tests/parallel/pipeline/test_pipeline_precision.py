@@ -44,13 +44,13 @@ def test_equals_one_process_that_trains_row_by_row(family: str, alpha: float, bl
     for name, gradient in together.gradients.items():
         assert gradient.dtype == torch.float32
         if name in tied:
-            error = (gradient - alone.gradients[name]).norm() / gradient.norm()
+            error = float((gradient.cpu() - alone.gradients[name].cpu()).norm() / gradient.cpu().norm())
             assert 0 < error <= 2**-8
         else:
-            assert torch.equal(gradient, alone.gradients[name]), name
+            assert torch.equal(gradient.cpu(), alone.gradients[name].cpu()), name
     assert together.losses == pytest.approx(alone.losses, rel=1e-4 if tied else 1e-6)
     if not tied:
-        assert all(torch.equal(t, alone.weights[name]) for name, t in together.weights.items())
+        assert all(torch.equal(t.cpu(), alone.weights[name].cpu()) for name, t in together.weights.items())
 
 
 class WatchMemory(Callback):
@@ -67,7 +67,7 @@ class WatchMemory(Callback):
 
 def _distance(outcome: Outcome, exact: Outcome) -> float:
     """Relative error of the whole gradient."""
-    squares = [(outcome.gradients[n].double() - g.double()).norm() ** 2 for n, g in exact.gradients.items()]
+    squares = [(outcome.gradients[n].cpu().double() - g.double()).norm() ** 2 for n, g in exact.gradients.items()]
     return float(sum(squares) ** 0.5 / sum(g.double().norm() ** 2 for g in exact.gradients.values()) ** 0.5)
 
 
