@@ -9,9 +9,13 @@ import pytest
 
 from lightning_memo.estimate.inputs.constants import Constants, constants_of, read_constants
 from lightning_memo.estimate.inputs.parallelism import Parallelism
+from lightning_memo.estimate.inputs.precision_bytes import Precision
 from lightning_memo.estimate.inputs.presets import load_cluster, load_model
+from lightning_memo.estimate.memory.device_weights import device_parameters
 from lightning_memo.estimate.request.estimate_request import Question
+from lightning_memo.estimate.request.training_methods import element_bytes
 from lightning_memo.estimate.step.activation_fractions import format_alpha
+from lightning_memo.estimate.step.device_bytes import device_state_bytes
 from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs
 from lightning_memo.estimate.step.published_alpha import PUBLISHED_ALPHAS, published_alpha
 from lightning_memo.estimate.step.step_estimate import estimate
@@ -294,14 +298,39 @@ def test_stages_wait_for_as_many_blocks_as_in_their_order(
         assert idle < idle_blocks(stages, micro_batches + 1, blocks) < blocks * idle
 
 
+@pytest.mark.parametrize("zero_stage", [0, 1])
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "32-true"])
+def test_gradients_of_micro_batches_wait_whole_in_fp32(precision: Precision, zero_stage: int) -> None:
+    """FSDP2 sums them in fp32. A stage of one process in one precision has no FSDP2, but plain gradients."""
+    parallel = replace(RING, tp=2, cp=2, pp=2, zero_stage=zero_stage)
+    question = ask(gpus=8, precision=precision, batch_size=8)
+    state = device_state_bytes(question, parallel)
+    weights = device_parameters(question.shape, parallel).total
+    assert state.gradients == 4 * weights
+    assert state.optimizer == element_bytes(question).optimizer * weights / (2 if zero_stage else 1)
+    alone = device_state_bytes(question, replace(RING, cp=1, pp=2, zero_stage=0))
+    weights = device_parameters(question.shape, replace(RING, cp=1, pp=2)).total
+    assert alone.gradients == (2 if precision == "bf16-true" else 4) * weights
+    assert alone.parameters == {"bf16-true": 2, "bf16-mixed": 4 + 2, "32-true": 4}[precision] * weights
+
+
+def test_pipelines_in_mixed_precision_take_the_time_of_bf16_and_more_memory() -> None:
+    mixed, pure = (
+        estimate(ask(gpus=16, precision=precision, batch_size=8, seq_len=64 * 1024), replace(RING, pp=2))
+        for precision in ("bf16-mixed", "bf16-true")
+    )
+    assert mixed.step_seconds == pytest.approx(pure.step_seconds, rel=0.02)
+    assert mixed.device_bytes["total"] > pure.device_bytes["total"]
+    assert mixed.host_bytes == pure.host_bytes
+
+
 @pytest.mark.parametrize(
     ("changes", "parallel", "message"),
     [
-        ({}, replace(RING, pp=2), "precision=bf16-mixed has no pipelines"),
         ({"precision": "bf16-true"}, replace(RING, pp=2, zero_stage=3), "pipelines run with ZeRO 0 and 1"),
         ({}, replace(RING, dp=2, virtual_pipeline_size=2), "virtual_pipeline_size=2 is for pipelines"),
     ],
-    ids=["precision", "zero", "blocks"],
+    ids=["zero", "blocks"],
 )
 def test_what_does_not_run_beside_a_pipeline_is_not_estimated(
     changes: dict[str, object], parallel: Parallelism, message: str

@@ -99,11 +99,8 @@ def why_not_by_method(question: Question, parallel: Parallelism) -> str:
     if parallel.virtual_pipeline_size > 1 and (parallel.pp == 1 or not runs_here(question)):
         size = parallel.virtual_pipeline_size
         return f"virtual_pipeline_size={size} is for pipelines of this package: give pp, or virtual_pipeline_size=1"
-    if parallel.pp > 1 and runs_here(question):
-        if question.precision == "bf16-mixed":
-            return "precision=bf16-mixed has no pipelines, bf16-true and 32-true have: pp must be 1"
-        if parallel.zero_stage > 1 or parallel.expert_parallel_size > 1:
-            return "pipelines run with ZeRO 0 and 1 and without divided experts: pp must be 1"
+    if parallel.pp > 1 and runs_here(question) and (parallel.zero_stage > 1 or parallel.expert_parallel_size > 1):
+        return "pipelines run with ZeRO 0 and 1 and without divided experts: pp must be 1"
     if not traits.tensor_parallel and (parallel.tp > 1 or parallel.pp > 1):
         return f"{method} has neither tensor nor pipeline parallelism: tp and pp must be 1"
     # The DeepSpeed version of FPDT divides heads unevenly.

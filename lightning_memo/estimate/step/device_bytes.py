@@ -51,7 +51,12 @@ class ModelState:
 
 
 def model_state_bytes(
-    weights: float, ranks: int, zero_stage: int, sizes: ElementBytes = PROGRAM, trained: float | None = None
+    weights: float,
+    ranks: int,
+    zero_stage: int,
+    sizes: ElementBytes = PROGRAM,
+    trained: float | None = None,
+    staged: bool = False,
 ) -> ModelState:
     """Compute the bytes of weights, gradients and optimizer state on one device (ZeRO, section 3).
 
@@ -61,10 +66,11 @@ def model_state_bytes(
         zero_stage: ZeRO stage: 1 shards the optimizer state, 2 also gradients, 3 also weights.
         sizes: Sizes of elements. The default is 2 + 2 + 12 bytes for each weight.
         trained: Number of weights that get a gradient, or None for all.
+        staged: Whether they are those of a stage of this package's pipelines.
     """
     trained = weights if trained is None else trained
     if sizes.whole_copies:
-        return _state_of_fsdp(weights, trained, ranks, zero_stage, sizes)
+        return _state_of_fsdp(weights, trained, ranks, zero_stage, sizes, staged)
 
     def divided(size_bytes: float, stage: int) -> float:
         return size_bytes / (ranks if zero_stage >= stage else 1)
@@ -74,13 +80,22 @@ def model_state_bytes(
     )
 
 
-def _state_of_fsdp(weights: float, trained: float, ranks: int, zero_stage: int, sizes: ElementBytes) -> ModelState:
-    """FSDP2 shards all state from stage 1 on, and adds full weights up to stage 2 and full gradients at stage 1."""
+def _state_of_fsdp(
+    weights: float, trained: float, ranks: int, zero_stage: int, sizes: ElementBytes, staged: bool
+) -> ModelState:
+    """FSDP2 shards all state from stage 1 on, and adds full weights up to stage 2 and full gradients at stage 1.
+
+    In a pipeline, full gradients of the micro-batches, in the type in which they are reduced, are there before shards.
+    """
     shards = ranks if zero_stage else 1
     copied = shards > 1 or sizes.copies_weights
+    whole = sizes.product if shards > 1 and zero_stage == 1 else 0
+    gradient = sizes.gradient / shards + whole
+    if staged and (ranks > 1 or sizes.copies_weights):
+        gradient = sizes.reduced
     return ModelState(
         parameters=weights * (sizes.weight / shards + (sizes.product if copied and zero_stage < 3 else 0)),
-        gradients=trained * (sizes.gradient / shards + (sizes.product if shards > 1 and zero_stage == 1 else 0)),
+        gradients=trained * gradient,
         optimizer=trained * sizes.optimizer / shards,
     )
 
@@ -88,12 +103,12 @@ def _state_of_fsdp(weights: float, trained: float, ranks: int, zero_stage: int, 
 def device_state_bytes(question: Question, parallel: Parallelism) -> ModelState:
     """Compute the model state on the fullest device."""
     sizes, stage = element_bytes(question), parallel.zero_stage
-    weights = device_parameters(question.shape, parallel)
+    weights, staged = device_parameters(question.shape, parallel), parallel.pp > 1
     if question.shape.adapters is not None:  # of dense models only
         trained = device_trained_parameters(question.shape, parallel).total
-        return model_state_bytes(weights.total, parallel.dp * parallel.cp, stage, sizes, trained)
+        return model_state_bytes(weights.total, parallel.dp * parallel.cp, stage, sizes, trained, staged)
     groups = weights.by_ranks(parallel)
-    states = [model_state_bytes(count, ranks, stage, sizes) for count, ranks, _ in groups]
+    states = [model_state_bytes(count, ranks, stage, sizes, staged=staged) for count, ranks, _ in groups]
     return ModelState(*(sum(kind) for kind in zip(*map(astuple, states), strict=True)))
 
 
