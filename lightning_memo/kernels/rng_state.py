@@ -47,6 +47,11 @@ class RngState:
         finally:
             present.restore()
 
+    def branch(self) -> None:
+        """Make states the current ones that these decide alone, and that give other numbers than these."""
+        self.restore()
+        torch.manual_seed(int(torch.randint(2**63 - 1, (), device="cpu")))
+
     def same(self, other: RngState) -> bool:
         """Return whether both states are equal."""
         equal = torch.equal(self.cpu, other.cpu)

@@ -4,7 +4,8 @@ Note: [A pipeline inside of the model's call]
 The training step of the user calls the model once, with a batch, on every stage. Within this call, the forwards and the
 backwards of all micro-batches run. The call returns the loss of the whole batch, on every stage, so that whatever the
 training step does with it (logs it, scales it, adds to it) is the same on all of them. The gradients wait for the
-backward of this loss: see `held_gradients.py`.
+backward of this loss: see `held_gradients.py`. So that random numbers that the training step draws afterwards are the
+same on all stages, these leave the call with one random state, whatever their layers have drawn.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_memo.kernels.rng_state import RngState
 from lightning_memo.parallel.batches.current_layout import CurrentLayout
 from lightning_memo.parallel.batches.positions import largest_position
 from lightning_memo.parallel.batches.token_layout import TokenLayout
@@ -168,11 +170,12 @@ class PipelinedModel:
             return self._run_batch(forward, micro_batches)
 
     def _run_batch(self, forward: Callable[..., Any], micro_batches: Sequence[dict[str, Any]]) -> PipelineOutput:
+        before = RngState.capture(self._messages.device)
         run = functools.partial(self._run_action, forward, micro_batches, self._current.layout)
         self._alive.clear()
         self._messages.begin(() if self._current.layout is None else self._current.layout.bounds_of_order)
         if not torch.is_grad_enabled():
-            return PipelineOutput(self._run(forwards_only(len(micro_batches), *self._sizes), run))
+            return PipelineOutput(self._share(self._run(forwards_only(len(micro_batches), *self._sizes), run), before))
         alone = self._profiles(micro_batches[0])
         order = one_by_one(len(micro_batches), self._forward.blocks) if alone else self._order(len(micro_batches))
         held = HeldGradients(self._gradients)
@@ -180,7 +183,7 @@ class PipelinedModel:
             for place in self._gradients:
                 place.grad = place.parameter.grad = None
         with self._accumulating(), held.collecting():
-            value = self._run(order, functools.partial(run, alone=alone))
+            value = self._share(self._run(order, functools.partial(run, alone=alone)), before)
             self._after_backward()
         return PipelineOutput(held.loss(value))
 
@@ -227,7 +230,7 @@ class PipelinedModel:
     # ---- one batch
 
     def _run(self, order: Sequence[StageAction], run: Callable[[StageAction], Tensor | None]) -> Tensor:
-        """Run the forwards and backwards of a batch, and return its loss."""
+        """Run the forwards and backwards of a batch, and return its loss on the last stage, on others zero."""
         losses = []
         first_backward = next((action for action in order if action.backward), None)
         for action in order:
@@ -238,7 +241,19 @@ class PipelinedModel:
                 losses.append(loss)
         self._messages.settle()
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=self._messages.device)
-        return self._messages.share_from_last(total.float())
+        return total.float()
+
+    def _share(self, loss: Tensor, before: RngState) -> Tensor:
+        """Return the loss on all stages, and give them a common random state.
+
+        If no stage has drawn random numbers, it is the state before the call, as in one process. Otherwise the state
+        before decides it: layers of stages draw different amounts.
+        """
+        drawn = RngState.capture(self._messages.device, before) is not before
+        loss, drawn = self._messages.share(loss, drawn)
+        if drawn:
+            before.branch()
+        return loss
 
     def _run_action(
         self,

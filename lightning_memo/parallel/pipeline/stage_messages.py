@@ -92,10 +92,16 @@ class StageMessages:
         self._receive(gradient, self._around_back if self.is_last else self._back, self.stage + 1)
         return gradient
 
-    def share_from_last(self, value: Tensor) -> Tensor:
-        """Return the last stage's value of a number, on all stages."""
-        dist.broadcast(value, group=self._onward, group_src=self.stages - 1)
-        return value
+    def share(self, value: Tensor, says: bool) -> tuple[Tensor, bool]:
+        """Return the sum of a number over all stages, and whether any of them says so, on all stages.
+
+        Args:
+            value: The number, an fp32 scalar.
+            says: Whether this stage says so.
+        """
+        both = torch.stack([value, torch.full_like(value, says)])
+        dist.all_reduce(both, group=self._onward)
+        return both[0], bool(both[1].item())
 
     def settle(self) -> None:
         """Wait until everything has been sent."""
