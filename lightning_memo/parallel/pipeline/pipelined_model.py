@@ -281,7 +281,9 @@ class PipelinedModel:
     def _run_forward(
         self, forward: Callable[..., Any], arguments: dict[str, Any], action: StageAction
     ) -> Tensor | None:
-        received = None if self._begins(action) else self._messages.receive_hidden()
+        received = None
+        if not self._begins(action):
+            received, self._forward.returned = self._messages.receive_hidden()
         if received is not None and torch.is_grad_enabled():
             received.requires_grad_()
         loss = None
@@ -290,7 +292,7 @@ class PipelinedModel:
                 loss = forward(**arguments).loss
         except StageEndError as end:
             hidden = end.hidden
-            self._messages.send_hidden(hidden)
+            self._messages.send_hidden(hidden, self._forward.returned)
         if loss is not None:
             hidden = loss
         if torch.is_grad_enabled():

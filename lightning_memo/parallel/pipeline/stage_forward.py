@@ -2,7 +2,8 @@
 
 Note: [How a stage runs the model's own forward]
 Each stage calls the forward of the whole model. Modules of other stages have lost their weights, and have forwards of
-this file. Layers before those of the stage return their input, and embeddings return NaN of the right shape. The first
+this file. Layers before those of the stage return their input, in a tuple if the layers of the model return one, which
+the stage before says, and embeddings return NaN of the right shape. The first
 layer of the stage gets what the stage before has sent in place of its input. The first layer behind those of the stage
 ends the forward: its input is sent to the next stage. Masks and positions are thus computed on each stage by the model.
 If a stage has several blocks of layers, a forward runs one of them. Own modules before this block are replaced for as
@@ -41,6 +42,10 @@ class StageForward:
     Args:
         model: Name of the model, for messages.
         starts: Number of the first layer of each block of layers of the stage.
+
+    Attributes:
+        returned: Number of values in the tuple that the layers of the model return; 0 if they return hidden states
+            alone.
     """
 
     def __init__(self, model: str, starts: Sequence[int]) -> None:
@@ -49,6 +54,7 @@ class StageForward:
         self._runs = self._in_layers = False
         self._stand_ins: list[tuple[int, nn.Module, str, nn.Module]] = []
         self._received: Tensor | None = None
+        self.returned = 0
 
     @property
     def blocks(self) -> int:
@@ -156,20 +162,45 @@ class StageForward:
             return (self._received, *others), kwargs
         return args, {**kwargs, "hidden_states": self._received}
 
+    def leave_layer(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Note what layers return: a hook behind the first one of the stage.
+
+        Raises:
+            ValueError: They return other tensors than hidden states, too.
+        """
+        others = output[1:] if isinstance(output, tuple) else ()
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(others)):
+            raise ValueError(
+                f"pipeline_parallel_size: {class_name(layer)} returns other tensors beside its hidden states, and "
+                "stages send hidden states only: set pipeline_parallel_size=1"
+            )
+        self.returned = len(output) if isinstance(output, tuple) else 0
+
+    def as_returned(self, hidden: Any) -> Any:
+        """Return hidden states as the layers of the model do."""
+        return (hidden, *[None] * (self.returned - 1)) if self.returned else hidden
+
     def _check_runs(self, module: nn.Module) -> None:
         if not self._runs:
             raise ValueError(
-                f"pipeline_parallel_size: {class_name(module)} is called by itself, and stages have parts of "
-                f"{self._model} only: call the whole model with labels, and take its loss"
+                f"pipeline_parallel_size: {class_name(module)} is called by itself, or in a copy of the model, and "
+                f"stages have parts of {self._model} only: call the model that is trained with labels, and take its "
+                "loss"
             )
 
 
 class AbsentModule:
-    """The forward of a module of an earlier stage that is no layer: NaN for an embedding, the input for others."""
+    """The forward of a module of an earlier stage that is no layer: NaN for an embedding, the input for others.
 
-    def __init__(self, forward: StageForward, module: nn.Module, dtype: torch.dtype) -> None:
-        self._forward, self._module, self._dtype = forward, module, dtype
-        self._embeds = isinstance(module, nn.Embedding)
+    Args:
+        forward: The forward of the stage.
+        module: The module.
+        dtype: Type in which the module computes.
+        embeds: Whether it is an embedding.
+    """
+
+    def __init__(self, forward: StageForward, module: nn.Module, dtype: torch.dtype, embeds: bool) -> None:
+        self._forward, self._module, self._dtype, self._embeds = forward, module, dtype, embeds
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         received = self._forward.before_layers(self._module)
@@ -196,4 +227,4 @@ class AbsentLayer:
         if self._forward.is_behind(self._number):
             self._forward.end(self._module, hidden_states)
         self._forward.before_layers(self._module)
-        return hidden_states
+        return self._forward.as_returned(hidden_states)

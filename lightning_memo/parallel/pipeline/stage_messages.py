@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_MOST_DIMS: Final = 6
+_DESCRIBED: Final = 10  # numbers that describe hidden states, which have up to 6 dimensions
 
 
 class StageMessages:
@@ -34,7 +34,7 @@ class StageMessages:
         self.stages, self.stage = dist.get_world_size(self._onward), dist.get_rank(self._onward)
         self._sending: list[tuple[dist.Work, Tensor]] = []
         self._shape: torch.Size | None = None
-        self._dtype = torch.float32
+        self._dtype, self._returned = torch.float32, 0
         self._tells_shape, self._order = True, 0
 
     @property
@@ -50,37 +50,42 @@ class StageMessages:
         self._shape, self._tells_shape = None, True
         self._order = functools.reduce(lambda a, b: (a * 1_000_003 + b + 1) % 2**61, bounds, 0)
 
-    def send_hidden(self, hidden: Tensor) -> None:
-        """Begin to send the output of this stage's layers for a micro-batch to the next stage."""
+    def send_hidden(self, hidden: Tensor, returned: int) -> None:
+        """Begin to send the output of this stage's layers for a micro-batch to the next stage.
+
+        Args:
+            hidden: The hidden states.
+            returned: Number of values in the tuple that layers return; 0 if they return hidden states alone.
+        """
         hidden = hidden.detach().contiguous()
         group = self._around if self.is_last else self._onward
         if self._tells_shape:
             self._tells_shape = False
-            described = [self._order, _DTYPES.index(hidden.dtype), hidden.dim(), *hidden.shape]
-            described += [0] * (3 + _MOST_DIMS - len(described))
+            described = [self._order, returned, _DTYPES.index(hidden.dtype), hidden.dim(), *hidden.shape]
+            described += [0] * (_DESCRIBED - len(described))
             self._send(torch.tensor(described, device=self.device), group, self.stage + 1)
         self._send(hidden, group, self.stage + 1)
 
-    def receive_hidden(self) -> Tensor:
-        """Return the input of this stage's layers for the next micro-batch, from the stage before.
+    def receive_hidden(self) -> tuple[Tensor, int]:
+        """Return what the stage before has sent for the next micro-batch: hidden states, and what layers return.
 
         Raises:
             RuntimeError: The stage before has the tokens of the batch in another order.
         """
         group = self._onward if self.stage > 0 else self._around
         if self._shape is None:
-            described = torch.empty(3 + _MOST_DIMS, dtype=torch.int64, device=self.device)
+            described = torch.empty(_DESCRIBED, dtype=torch.int64, device=self.device)
             self._receive(described, group, self.stage - 1)
-            order, dtype, dims, *sizes = described.tolist()
+            order, returned, dtype, dims, *sizes = described.tolist()
             if order != self._order:
                 raise RuntimeError(
                     "pipeline_parallel_size: a stage cuts the batch into other slices than the stage before, and so "
                     "has its tokens in another order: set sequence_parallel=False"
                 )
-            self._shape, self._dtype = torch.Size(sizes[:dims]), _DTYPES[dtype]
+            self._shape, self._dtype, self._returned = torch.Size(sizes[:dims]), _DTYPES[dtype], returned
         hidden = torch.empty(self._shape, dtype=self._dtype, device=self.device)
         self._receive(hidden, group, self.stage - 1)
-        return hidden
+        return hidden, self._returned
 
     def send_gradient(self, gradient: Tensor) -> None:
         """Begin to send the gradient of the input of this stage's layers to the stage before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections import Counter
@@ -128,10 +129,11 @@ class StagedModel:
         """
         starts = [0, *itertools.accumulate(counts)]
         forward = StageForward(class_name(self.model), starts[stage:-1:stages])
-        absent: dict[nn.Module, tuple[int, Any]] = {m: (-1, _absent(forward, m, mixed)) for m in self.before}
+        before = self._called_before()
+        absent: dict[nn.Module, tuple[int, Any]] = {m: (-1, self._absent(forward, m, mixed)) for m in before}
         absent |= {layer: (n, AbsentLayer(forward, layer, n)) for n, layer in enumerate(self.layers)}
         own = {layer for block in range(stage, len(counts), stages) for layer in self._block(starts, block)}
-        own |= {*self.before} if stage == 0 else set()
+        own |= {*before} if stage == 0 else set()
         if forward.blocks > 1:
             for parent, name, m in [(p, name, m) for p in self.model.modules() for name, m in p.named_children()]:
                 if m in own:
@@ -144,7 +146,26 @@ class StagedModel:
             _empty(m, AbsentLayer(forward, m, len(self.layers)))
         for start in starts[stage:-1:stages]:
             self.layers[start].register_forward_pre_hook(forward.enter_layers, with_kwargs=True)
+            self.layers[start].register_forward_hook(forward.leave_layer)
         return forward
+
+    def _called_before(self) -> list[nn.Module]:
+        """Return what the model calls before its layers: an embedding with adapters is one module."""
+        embedding = self._embedding()
+        inside = set() if embedding is None else set(embedding.modules())
+        return [*dict.fromkeys(embedding if m in inside else m for m in self.before)]
+
+    def _embedding(self) -> nn.Module | None:
+        host: Any = self.model
+        with contextlib.suppress(NotImplementedError):  # transformers does not know all models' embeddings
+            embedding: nn.Module = host.get_input_embeddings()
+            return embedding
+        return None
+
+    def _absent(self, forward: StageForward, module: nn.Module, mixed: bool) -> AbsentModule:
+        dtype = torch.bfloat16 if mixed else next(module.parameters()).dtype
+        embeds = isinstance(module, nn.Embedding) or module is self._embedding()
+        return AbsentModule(forward, module, dtype, embeds)
 
     def _block(self, starts: Sequence[int], block: int) -> tuple[nn.Module, ...]:
         return self.layers[starts[block] : starts[block + 1]]
@@ -174,6 +195,11 @@ def _check_parts(
     users = Counter(p for layer in stack for p in set(layer.parameters()))
     shared = any(count > 1 for count in users.values()) or any(p in users for m in around for p in m.parameters(False))
     what = "weights that several layers use" if shared else ""
+    # PEFT's trainable tokens of a tied embedding: the head has the module of the embedding.
+    places = Counter(m for _, m in model.named_modules(remove_duplicate=False) if m in around)
+    if not what and (twice := [m for m, count in places.items() if count > 1]):
+        name = next(name for name, m in module.named_modules() if m is twice[0])
+        what = f"weights in {name} that two modules have"
     for name, m in module.named_modules():
         is_known = m in in_layers or (m in around and in_layers.isdisjoint(m.modules()))
         if not what and not is_known and _has_weights(m):
@@ -187,11 +213,6 @@ def _check_parts(
 
 def _has_weights(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
-
-
-def _absent(forward: StageForward, module: nn.Module, mixed: bool) -> AbsentModule:
-    weights = next(module.parameters(recurse=False)).dtype
-    return AbsentModule(forward, module, torch.bfloat16 if mixed else weights)
 
 
 def _stand_in(module: nn.Module, forward: Any) -> nn.Module:

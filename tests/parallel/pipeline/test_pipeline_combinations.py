@@ -131,7 +131,7 @@ def _order_error() -> str:
     messages.begin((8, 16) if messages.stage == 0 else (16,))
     try:
         if messages.stage == 0:
-            messages.send_hidden(hidden)
+            messages.send_hidden(hidden, 0)
             messages.settle()
         else:
             messages.receive_hidden()

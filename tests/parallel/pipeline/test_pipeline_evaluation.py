@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,14 @@ class CallsPart(LanguageModel):
         return self.model.model(input_ids=batch["input_ids"])[0].mean()
 
 
+class CallsCopy(LanguageModel):
+    """Calls a copy of its model, as for averaged weights."""
+
+    @override
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return copy.deepcopy(self.model)(**batch).loss
+
+
 class Manual(LanguageModel):
     def __init__(self, family: Any) -> None:
         super().__init__(family)
@@ -221,12 +230,30 @@ def _with_values(**sizes: Any) -> nn.Module:
     return model
 
 
+def _returning(**sizes: Any) -> nn.Module:
+    """A model whose layers return another tensor, too."""
+    model = FAMILIES["llama"].build(**sizes)
+
+    class Returns(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            y = self.layer(x, **kwargs)
+            return y, y.mean()
+
+    model.model.layers = nn.ModuleList(map(Returns, model.model.layers))
+    return model
+
+
 BAD: dict[str, tuple[type[LanguageModel], Any, dict[str, Any], str]] = {
     "logits": (UsesLogits, "llama", {}, "the model's logits are not there"),
     "labels": (WithoutLabels, "llama", {}, "was called without labels"),
     "hidden states": (WithHiddenStates, "llama", {}, "got output_hidden_states"),
     "argument": (WithOtherTensor, "llama", {}, "how to divide the argument weights"),
     "part": (CallsPart, "llama", {}, "is called by itself"),
+    "copy": (CallsCopy, "llama", {}, "or in a copy of the model, and stages have parts of"),
     "manual": (Manual, "llama", {}, "manual optimization may drop gradients"),
     "optimizer": (ByLbfgs, "llama", {}, "LBFGS computes a step from the gradients of all weights"),
     "early": (LooksEarly, "llama", {}, "LooksEarly.on_before_zero_grad would see gradients"),
@@ -247,8 +274,12 @@ def test_what_a_pipeline_cannot_do_is_refused_in_one_line(case: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "rank", "message"),
-    [(_twice, 1, "runs its layers more than once or in another order"), (_with_values, 0, "beside its hidden states")],
-    ids=["twice", "beside"],
+    [
+        (_twice, 1, "runs its layers more than once or in another order"),
+        (_with_values, 0, "gets tensors beside its hidden states"),
+        (_returning, 0, "returns other tensors beside its hidden states"),
+    ],
+    ids=["twice", "beside", "returns"],
 )
 def test_what_one_stage_refuses_ends_the_others(family: Any, rank: int, message: str, tmp_path: Path) -> None:
     group = Group(2)

@@ -7,10 +7,12 @@ others, micro-batches overlap.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
+from support.architectures.hybrids import make_hybrid
 from support.markers.slow import slow_if
 from support.parallel_training import Run, train_alone, train_together
 from support.processes import ProcessError
@@ -119,6 +121,17 @@ def test_kinds_of_models(family: str) -> None:
     outcome = train_together(2, run, {"pipeline_parallel_size": 2, "alpha": 0.5})
     errors = outcome.worst_error(train_alone(run))
     assert all(errors[part] <= BOUND for part in PARTS if part != "weights" or family != "gpt_neox"), errors
+
+
+@slow_if(lambda config, blocks: config != "BambaConfig" or blocks > 1)
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("config", ["BambaConfig", "FalconH1Config", "NemotronHConfig", "Qwen3_5TextConfig"])
+def test_hybrid_models(config: str, blocks: int) -> None:
+    """Layers of Bamba and Falcon-H1 return tuples."""
+    layers = {} if config == "NemotronHConfig" else {"num_hidden_layers": 4}
+    layers |= {"layer_types": ["linear_attention", "full_attention"] * 2} if config.startswith("Qwen") else {}
+    run = Run(family=functools.partial(make_hybrid, config, **layers), tokens=45, batch=4, steps=3, clip=0.5)
+    check(run, {"alpha": 0.5, "virtual_pipeline_size": blocks})
 
 
 @pytest.mark.slow
