@@ -7,24 +7,25 @@ one process gives that trains one row after the other. They stay as near to fp32
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
+from support.architectures.hybrids import make_hybrid
 from support.devices import skip_ring_on_cuda
 from support.markers.slow import slow_if
 from support.parallel_training import Outcome, Run, train_alone, train_together
 from support.samples.configurations import CONFIGURATIONS
 
 
-def run_of(family: str, **other: Any) -> Run:
+def run_of(family: Any, **other: Any) -> Run:
     return Run(**{"family": family, "tokens": 45, "batch": 4, "layers": 4, "precision": "bf16-mixed"} | other)
 
 
-@lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=2)
 def by_rows(run: Run, alpha: float) -> Outcome:
     """Train in one process, one row after the other: rows without ignored labels have equal weight."""
     rows = replace(run, batch=1, accumulate=run.batch * run.accumulate)
@@ -98,3 +99,24 @@ def test_distance_to_fp32(divided: str, family: str) -> None:
     notes = together.notes
     assert not any(notes["unplanned"])
     assert all(0 <= host - peak <= host / 3 for host, peak in zip(notes["host"], notes["peak"], strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "layers", "settings"),
+    [
+        ("llama_frozen_below", 6, {}),
+        ("llama_frozen_below", 6, {"virtual_pipeline_size": 2, "pipeline_layers": [2, 1, 1, 2]}),
+        ("llama_tied", 4, {"loss_chunk_tokens": 7, "plan_memory": True}),
+        ("gemma3_dynamic_rope", 4, {}),
+        ("mixtral", 4, {}),
+        (functools.partial(make_hybrid, "BambaConfig", num_hidden_layers=4), 0, {}),
+    ],
+    ids=["frozen", "frozen block", "chunked loss", "rotary frequencies", "experts", "hybrid"],
+)
+def test_distance_to_fp32_of_other_models(family: Any, layers: int, settings: dict[str, Any]) -> None:
+    run = run_of(family, layers=layers, steps=7 if "plan_memory" in settings else 3)
+    exact, alone = train_alone(replace(run, precision="32-true")), train_alone(replace(run, precision="bf16-true"))
+    together = train_together(2, run, {"pipeline_parallel_size": 2, "alpha": 0.5} | settings)
+    assert _distance(together, exact) <= 1.25 * _distance(alone, exact)
+    assert together.losses == pytest.approx(exact.losses, rel=4e-3)
