@@ -178,7 +178,7 @@ def test_plain_training_where_memory_is_ample() -> None:
 
 def test_a_small_host_budget_limits_alpha_by_the_micro_batches_in_flight() -> None:
     """With the same budget, the first stage swaps a smaller fraction: eight calls leave the device, two of the last."""
-    settings = {"pipeline_parallel_size": 2, "device_memory": "1MiB", "host_memory": "1MiB"}
+    settings = {"pipeline_parallel_size": 2, "storage": "alpha", "device_memory": "1MiB", "host_memory": "1MiB"}
     outcome = train_together(2, RUN, settings, watch=WatchAlpha)
     errors = outcome.worst_error(train_alone(RUN))
     assert all(errors[part] <= BOUND for part in PARTS), errors
