@@ -149,7 +149,7 @@ def test_tokens_in_another_order_are_refused_in_one_line() -> None:
 @slow_if(lambda divided, device_memory: divided not in ("tp2+sp", "cp2 ring"))
 @pytest.mark.parametrize(
     ("divided", "device_memory"),
-    [("cp2 ring", "900KiB"), ("cp2 ulysses", "900KiB"), ("tp2", "640KiB"), ("tp2+sp", "560KiB")],
+    [("cp2 ring", "1000KiB"), ("cp2 ulysses", "1000KiB"), ("tp2", "640KiB"), ("tp2+sp", "560KiB")],
 )
 def test_stages_name_places_for_kinds_of_tensors_by_themselves(divided: str, device_memory: str) -> None:
     budget = {"storage": "kinds", "device_memory": device_memory, "host_memory": "800KiB"}

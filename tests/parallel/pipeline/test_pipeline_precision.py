@@ -101,7 +101,7 @@ def test_distance_to_fp32(divided: str, family: str) -> None:
     assert all(0 <= host - peak <= host / 3 for host, peak in zip(notes["host"], notes["peak"], strict=True))
 
 
-@pytest.mark.slow
+@slow_if(lambda family, layers, settings: family != "gemma3_dynamic_rope")
 @pytest.mark.parametrize(
     ("family", "layers", "settings"),
     [
