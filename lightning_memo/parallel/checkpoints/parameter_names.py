@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -66,22 +68,38 @@ def names_of_all(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """Returns the names of the parameters of each group on all ranks. All ranks call this.
 
     The order is that of the optimizer, or that of the model if stages of a pipeline have different parameters. A tied
-    weight that stages have in different groups is in that of its first name.
-
-    Raises:
-        ValueError: Stages of a pipeline have different numbers of groups.
+    weight that stages have in different groups is in that of its first name. Stages may have added groups meanwhile.
     """
     whole: WholeNames | None = getattr(model, WHOLE_NAMES, None)
     names, own = names_of_parameters(model, optimizer), {p: _bare(name) for name, p in model.named_parameters()}
     everyones = gather([[(names[p], own[p]) for p in group["params"]] for group in optimizer.param_groups])
-    if len({len(groups) for groups in everyones}) > 1:
-        raise ValueError(_OTHER_GROUPS.format("of each rank " + ", ".join(str(len(groups)) for groups in everyones)))
     homes = {name: n for of in everyones for n, group in enumerate(of) for name, other in group if name == other}
     groups = [
         list(dict.fromkeys(name for name, _ in itertools.chain(*of_group) if homes.get(name, number) == number))
-        for number, of_group in enumerate(zip(*everyones, strict=True))
+        for number, of_group in enumerate(itertools.zip_longest(*everyones, fillvalue=()))
     ]
     return groups if whole is None else [sorted(group, key=whole.place.__getitem__) for group in groups]
+
+
+def settings_of_all(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Returns the settings of each group, those of the first stage of a pipeline that has it. All ranks call this.
+
+    Warns if other stages have other ones, as some optimizers estimate settings.
+    """
+    own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    if getattr(model, WHOLE_NAMES, None) is None:
+        return own
+    found = []
+    for number, groups in enumerate(itertools.zip_longest(*gather(own))):
+        first, *others = [settings for settings in groups if settings is not None]
+        found.append(first)
+        other = {key for settings in others for key in settings if str(settings[key]) != str(first.get(key))}
+        if other:
+            rank_zero_warn(
+                f"lightning_memo: {', '.join(sorted(other))} of group {number} of the optimizer differ between the "
+                "stages of the pipeline, and the checkpoint has those of the first one"
+            )
+    return found
 
 
 def check_groups(optimizer: Optimizer) -> None:

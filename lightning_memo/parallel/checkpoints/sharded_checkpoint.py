@@ -28,7 +28,12 @@ from lightning_memo.parallel.checkpoints.open_checkpoint import (
     check_complete,
     open_checkpoint,
 )
-from lightning_memo.parallel.checkpoints.parameter_names import check_order, names_of_all, names_of_parameters
+from lightning_memo.parallel.checkpoints.parameter_names import (
+    check_order,
+    names_of_all,
+    names_of_parameters,
+    settings_of_all,
+)
 from lightning_memo.parallel.run_on_ranks import gather, is_first_rank, on_every_rank, on_first_rank
 
 Sizes = Mapping[str, torch.Size | None]
@@ -53,7 +58,8 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """
     names = names_of_parameters(model, optimizer)
     everyones = names_of_all(model, optimizer)
-    groups = [{**group, "params": of_all} for group, of_all in zip(optimizer.param_groups, everyones, strict=True)]
+    settings = settings_of_all(model, optimizer)
+    groups = [{**group, "params": of_all} for group, of_all in zip(settings, everyones, strict=True)]
     return {"state": {names[p]: dict(state) for p, state in optimizer.state.items()}, "param_groups": groups}
 
 
@@ -240,7 +246,7 @@ def _read_optimizer(
     numbers = iter(range(len(parameters)))
     merged = [
         {**own, **saved, "params": [next(numbers) for _ in own["params"]]}
-        for own, saved in zip(optimizer.param_groups, groups, strict=True)
+        for own, saved in zip(optimizer.param_groups, groups, strict=False)  # later ones are of other stages
     ]
     optimizer.load_state_dict({"state": state, "param_groups": merged})
 

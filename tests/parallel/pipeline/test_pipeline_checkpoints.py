@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.markers.slow import slow_if
 from support.parallel_training import Outcome, Run, train, train_alone
@@ -151,6 +154,32 @@ def test_groups_go_on_with_their_settings(of: str, to: str, tmp_path: Path) -> N
     losses = run_in_processes(SIZES[of][0], _train_groups, _by_place, "llama_tied", of, str(tmp_path), False)[0]
     for resumed in run_in_processes(SIZES[to][0], _train_groups, _by_place, "llama_tied", to, str(tmp_path), True):
         assert resumed == pytest.approx(losses[SAVED_AFTER:], rel=1e-5)
+
+
+class AddsGroups(Callback):
+    """Adds a group to the optimizer of the first stage, and changes the settings of another one there."""
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        groups, later = trainer.optimizers[0].param_groups, trainer.is_global_zero and batch_idx == 1
+        if later and len(groups) == 1:
+            trainer.optimizers[0].add_param_group({"params": [groups[0]["params"].pop()], "lr": 0.5})
+            groups[0]["lr"] = 2e-3
+
+
+def _add_groups(checkpoint: str) -> tuple[list[str], list[dict[str, Any]]]:
+    saving = ModelCheckpoint(dirpath=checkpoint, filename="saved-{step}", every_n_train_steps=2, save_top_k=-1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(_run_of("llama_gqa"), SIZES["pp2"][1], callbacks=[AddsGroups(), saving])
+    lines = [str(each.message) for each in caught if "differ between the stages" in str(each.message)]
+    saved = dcp.state_dict_loader._load_state_dict_from_keys(checkpoint_id=f"{checkpoint}/saved-step=2.ckpt")
+    return lines, saved["optimizer_0"]["param_groups"]
+
+
+def test_groups_that_stages_add_later_are_saved(tmp_path: Path) -> None:
+    (lines, groups), _ = run_in_processes(2, _add_groups, str(tmp_path))
+    assert [group["lr"] for group in groups] == [2e-3, 0.5] and len(groups[1]["params"]) == 1
+    assert lines and all("lr of group 0 of the optimizer differ between the stages" in line for line in lines)
 
 
 def test_stages_with_other_groups_are_refused_in_one_line(tmp_path: Path) -> None:
