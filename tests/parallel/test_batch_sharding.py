@@ -406,6 +406,52 @@ def with_a_loss_of_its_own():
     return model
 
 
+def with_a_loss_that_ignores_the_count():
+    model = llama()
+
+    def of_label_smoothing(logits, labels, vocab_size, shift_labels=None, num_items_in_batch=None):
+        return nn.functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), label_smoothing=0.1)
+
+    model.loss_function = of_label_smoothing
+    return model
+
+
+def with_a_loss_that_divides():
+    model = llama()
+
+    def of_sums(logits, labels, vocab_size, shift_labels=None, num_items_in_batch=None, **kwargs):
+        losses = nn.functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), reduction="sum")
+        return losses / num_items_in_batch
+
+    model.loss_function = of_sums
+    return model
+
+
+def with_a_mean_beside_the_loss():
+    from transformers import BambaConfig, BambaForCausalLM
+
+    sizes = {"mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+    config = BambaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, attn_layer_indices=[0], z_loss_coefficient=0.25, **sizes,
+    )  # fmt: skip
+    return BambaForCausalLM(config)
+
+
+UNFIT = {
+    with_a_loss_of_its_own: (
+        "the loss function <lambda> of LlamaForCausalLM takes no shift_labels and no num_items_in_batch"
+    ),
+    with_a_loss_that_ignores_the_count: (
+        "the loss function of_label_smoothing of LlamaForCausalLM does not divide by num_items_in_batch"
+    ),
+    with_a_mean_beside_the_loss: (
+        "BambaForCausalLM adds a mean over tokens to its loss, without num_items_in_batch (z_loss_coefficient=0.25; 0 "
+        "leaves it out)"
+    ),
+}
+
+
 def encoder_decoder():
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -428,16 +474,21 @@ def masked():
         (refusing_counts, True),
         (dropping_loss_arguments, False),
         (with_a_loss_of_its_own, False),
+        (with_a_loss_that_ignores_the_count, False),
+        (with_a_loss_that_divides, True),
+        (with_a_mean_beside_the_loss, False),
         (encoder_decoder, False),
         (masked, False),
         (lambda: nn.Linear(2, 2), False),
     ],
-    ids=["causal", "lora", "headless", "refusing counts", "dropping", "own loss", "encoder-decoder", "masked", "plain"],
-)
+    ids=[
+        "causal", "lora", "headless", "refusing counts", "dropping", "own loss", "ignoring the count", "dividing",
+        "mean beside", "encoder-decoder", "masked", "plain",
+    ],
+)  # fmt: skip
 def test_models_that_take_loss_arguments(build, expected):
     assert takes_loss_arguments(Within(build())) is expected
-    named = "the loss function <lambda> of LlamaForCausalLM takes no shift_labels and no num_items_in_batch"
-    assert why_loss_unfit(Within(build())) == (named if build is with_a_loss_of_its_own else "")
+    assert why_loss_unfit(Within(build())) == UNFIT.get(build, "")
 
 
 def test_loss_arguments_reach_the_loss_of_a_model():

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -119,14 +121,23 @@ def _same(positions: Tensor, of_batch: Tensor | None) -> bool:
 
 
 def why_loss_unfit(model: nn.Module) -> str:
-    """Return why a user's loss function takes no loss arguments, as a clause; empty if there is no such function."""
+    """Return why a loss takes no loss arguments, as a clause; empty if the model's loss function is transformers'."""
     host: Any = next(iter(find_hugging_face(model)), None)
+    if coefficient := _mean_beside_loss(host):
+        return (
+            f"{class_name(host)} adds a mean over tokens to its loss, without num_items_in_batch (z_loss_coefficient="
+            f"{coefficient}; 0 leaves it out)"
+        )
     function = None if host is None or host.loss_type is None else host.loss_function
     if function is None or str(getattr(function, "__module__", "")).startswith("transformers."):
         return ""
     missing = [name for name in _LOSS_ARGUMENTS if name not in inspect.signature(function).parameters]
     name = getattr(function, "__name__", class_name(function))
-    return f"the loss function {name} of {class_name(host)} takes no {' and no '.join(missing)}" if missing else ""
+    if missing:
+        return f"the loss function {name} of {class_name(host)} takes no {' and no '.join(missing)}"
+    if _ignores_count(host, function):
+        return f"the loss function {name} of {class_name(host)} does not divide by num_items_in_batch"
+    return ""
 
 
 def takes_loss_arguments(model: nn.Module) -> bool:
@@ -143,10 +154,34 @@ def takes_loss_arguments(model: nn.Module) -> bool:
     accepts = getattr(host, "accepts_loss_kwargs", True) or _passes_all_to_loss(host)
     return (
         passes_on
+        and not why_loss_unfit(model)
         and any(map(_calls_loss_function, host.modules()))
         and accepts
         and set(_LOSS_ARGUMENTS) <= inspect.signature(host.loss_function).parameters.keys()
     )
+
+
+def _ignores_count(host: Any, function: Callable[..., Any]) -> bool:
+    """Whether the loss of some made up logits shows that a user's function does not divide by the number of labels."""
+    vocabulary, count = host.config.get_text_config().vocab_size, 4
+    random = torch.Generator("cpu").manual_seed(0)
+    logits = torch.randn(1, count, vocabulary, generator=random, device="cpu", dtype=torch.float32)
+    labels = torch.arange(count, device="cpu")[None] % vocabulary
+    arguments = {"logits": logits, "labels": labels, "shift_labels": labels, "vocab_size": vocabulary}
+    try:
+        with torch.no_grad():
+            one, half = (
+                float(function(**arguments, num_items_in_batch=torch.tensor(float(n), device="cpu")))
+                for n in (count, 2 * count)
+            )
+    except Exception:  # a function may need what it gets in a model, like tensors of its own on the device
+        return False
+    return not math.isclose(one, 2 * half, rel_tol=1e-3)
+
+
+def _mean_beside_loss(host: Any) -> float:
+    """The factor of a mean that a model of transformers adds to the value of its loss function, as Bamba may."""
+    return float(getattr(host, "z_loss_coefficient", None) or 0.0)
 
 
 def _calls_loss_function(module: nn.Module) -> bool:

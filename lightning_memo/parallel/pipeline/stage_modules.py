@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from lightning_memo.parallel.batches.loss_arguments import takes_loss_arguments
+from lightning_memo.parallel.batches.loss_arguments import takes_loss_arguments, why_loss_unfit
 from lightning_memo.parallel.pipeline.divide_layers import divide_layers
 from lightning_memo.parallel.pipeline.stage_forward import AbsentLayer, AbsentModule, StageForward
 from lightning_memo.utils.class_names import class_name
@@ -51,10 +51,10 @@ class StagedModel:
         """
         hosts = find_hugging_face(module)
         if len(hosts) != 1 or not takes_loss_arguments(module) or find_text_model(module) is not None:
-            held = ", ".join(map(class_name, hosts)) or "none"
+            held = why_loss_unfit(module) or f"{class_name(module)} holds {', '.join(map(class_name, hosts)) or 'none'}"
             raise ValueError(
                 "pipeline_parallel_size divides one causal language model of transformers whose loss takes "
-                f"num_items_in_batch, and {class_name(module)} holds {held}: set pipeline_parallel_size=1"
+                f"num_items_in_batch, and {held}: set pipeline_parallel_size=1"
             )
         model = hosts[0]
         stack = select_stacks(module, layers, alone=True)[0].layers
