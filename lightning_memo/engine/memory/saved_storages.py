@@ -132,8 +132,11 @@ class Registry(Generic[Value]):
 
     def find(self, t: Tensor) -> tuple[Value, int] | None:
         """Return the value of the newest range that contains `t`, and the offset of `t` in it in bytes, or `None`."""
+        entries = self._entries.get(t.untyped_storage()._cdata)
+        if entries is None:  # so it is for most tensors
+            return None
         start, stop = byte_range(t)
-        for entry in reversed(self._entries.get(t.untyped_storage()._cdata, ())):
+        for entry in reversed(entries):
             if not entry.storage.expired() and entry.covers(start, stop, t):
                 return entry.value, start - entry.start
         return None
