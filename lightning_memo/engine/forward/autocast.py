@@ -18,17 +18,22 @@ def ambient_autocast(device_type: str) -> Callable[[], contextlib.AbstractContex
     enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     default = torch.get_default_dtype()
 
-    @contextlib.contextmanager
-    def again() -> Iterator[None]:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(default)
-        try:
-            with torch.autocast(device_type, dtype=dtype, enabled=enabled):
-                yield
-        finally:
-            torch.set_default_dtype(before)
+    def again() -> contextlib.AbstractContextManager[Any]:
+        autocast = torch.autocast(device_type, dtype=dtype, enabled=enabled)
+        return autocast if torch.get_default_dtype() == default else _with_default(default, autocast)
 
     return again
+
+
+@contextlib.contextmanager
+def _with_default(dtype: torch.dtype, inner: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with inner:
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

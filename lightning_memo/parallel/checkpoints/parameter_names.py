@@ -86,7 +86,7 @@ def settings_of_all(model: nn.Module, optimizer: Optimizer) -> list[dict[str, An
 
     Warns if other stages have other ones, as some optimizers estimate settings.
     """
-    own = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    own = _settings(optimizer)
     if getattr(model, WHOLE_NAMES, None) is None:
         return own
     found = []
@@ -110,11 +110,14 @@ def check_groups(optimizer: Optimizer) -> None:
     Raises:
         ValueError: Numbers or settings of groups differ.
     """
-    groups = optimizer.param_groups
-    everyones = gather([{key: str(value) for key, value in group.items() if key != "params"} for group in groups])
+    everyones = gather([{key: str(value) for key, value in group.items()} for group in _settings(optimizer)])
     for rank, others in enumerate(everyones):
         if others != everyones[0]:
             raise ValueError(_OTHER_GROUPS.format(f"rank 0: {_short(everyones[0])}; rank {rank}: {_short(others)}"))
+
+
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def _short(groups: list[dict[str, str]]) -> str:
