@@ -14,6 +14,7 @@ from lightning_memo.kernels.attention_kernel import AttentionBackend, AttentionS
 from lightning_memo.kernels.blockwise_attention import BlockwiseAttention
 from lightning_memo.kernels.cpu_flash import CpuFlash
 from lightning_memo.kernels.cudnn import CudnnSdpa
+from lightning_memo.kernels.divided_calls import DividedCalls, parts_of_call
 from lightning_memo.kernels.flash_attention import AtenFlash
 from lightning_memo.kernels.packages.flash_attn_packages import FlashAttn, FlashAttn3, FlashAttn4
 from lightning_memo.kernels.packages.kernel_packages import FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4, TRANSFORMER_ENGINE
@@ -61,6 +62,7 @@ def select_backend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, choice:
     If no flash kernel can compute the call because of its head size, dtype, mask or dropout, PyTorch's attention is
     replayed in the backward, which is correct but slower. Calls with a cap are computed blockwise, and so are calls
     with sinks that no flash kernel can compute. Packed documents are computed one by one, or replayed with a mask.
+    Calls of more than 2^31 elements are divided.
 
     Args:
         q: Queries, `[batch, heads, tokens, head_dim]`.
@@ -71,7 +73,10 @@ def select_backend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, choice:
             `time_kernels.py`.
     """
     backend = _select(q, k, v, spec, choice)
-    return PackedDocuments(backend) if spec.documents is not None and backend.blocks else backend
+    is_flash = q.device.type != "cpu" and not isinstance(backend, (Replay, BlockwiseAttention))
+    if spec.documents is not None and backend.blocks:
+        backend = PackedDocuments(backend)
+    return DividedCalls(backend) if is_flash and len(parts_of_call(q, k, v, spec)) > 1 else backend
 
 
 def candidate_kernels(

@@ -64,6 +64,18 @@ def test_attention_of_many_tokens(choice: str, device: torch.device) -> None:
     assert_alike(*pairs)
 
 
+def test_attention_of_many_documents(choice: str, device: torch.device) -> None:
+    """The last of many packed documents has the results that it has alone."""
+    need(60 * GIB)
+    length, count = 120, 4400
+    inputs, starts = random_inputs(1, length * count, 8, device), tuple(range(0, length * count, length))
+    spec = AttentionSpec(documents=(starts,))
+    found = attend(select_backend(*inputs[:3], spec, choice), inputs, spec)
+    last, alone = Inputs(*(t[:, :, -length:] for t in inputs)), AttentionSpec()
+    expected = attend(select_backend(*last[:3], alone, choice), last, alone)
+    assert_alike(Attended(*(t[:, :, -length:] for t in found)), expected)
+
+
 def test_a_slot_of_many_bytes_goes_and_comes_back(device: torch.device) -> None:
     need(20 * GIB)
     count = 2**31 + 4096
