@@ -47,6 +47,13 @@ def test_views_dtypes_and_indices_are_right(device: torch.device) -> None:
     assert torch.equal(x.cpu(), y)
 
 
+def test_tensors_of_other_devices_are_refused(device: torch.device) -> None:
+    table, here = torch.randn(8, 6, device=device), torch.tensor([0, 1])
+    with pytest.raises(RuntimeError, match="got index is on cpu, different from other tensors on cuda:0"):
+        F.embedding(here, table)
+    assert table[here].shape == (2, 6) and (table * torch.tensor(2.0)).device == table.device  # a GPU takes these
+
+
 def attended(where: str | torch.device, dtype: torch.dtype, given: list[Tensor]) -> list[Tensor]:
     """Causal attention's output and gradients."""
     *inputs, gradient = [t.to(where, dtype) for t in given]

@@ -21,6 +21,7 @@ from support.harness import (
     EngineUnderTest,
     Step,
     assert_equal,
+    beside,
     gradients_of,
     in_double,
     loss_and_gradients,
@@ -132,7 +133,7 @@ def test_many_slices(profiled: tuple[EngineUnderTest, Trained, int], alpha: floa
     model = under_test.model
     model.zero_grad()
     torch.manual_seed(5)
-    loss = model(**subject.batch).loss
+    loss = model(**beside(model, subject.batch)).loss
     runs: list[Any] = list(engine.calls)
     assert all(len(run.slices) >= 5 for run in runs)
     assert used_bytes(engine) == predicted
@@ -150,7 +151,7 @@ def test_slots_are_filled_as_predicted(profiled: tuple[EngineUnderTest, Trained,
     """To the byte, also for routed experts: the sum of what they save is proportional to tokens."""
     under_test, subject, _ = profiled
     predicted = under_test.load(alpha)
-    loss = under_test.model(**subject.batch).loss
+    loss = under_test.model(**beside(under_test.model, subject.batch)).loss
     assert used_bytes(under_test.engine) == predicted
     del loss
     under_test.assert_as_planned()
@@ -490,7 +491,7 @@ def test_slot_comes_back() -> None:
     assert first.buffer is None  # the buffer is taken: ahead of need, nobody is thrown out
     memory.release(second)
     memory.fetch(first, 0, ahead=True)
-    assert torch.equal(first.load(place), torch.arange(16.0))
+    assert torch.equal(first.load(place).cpu(), torch.arange(16.0))
     assert memory.stats.offloaded_bytes == memory.stats.fetched_bytes == 64
     memory.release(first)
     assert memory.slots_in_use == 0
@@ -776,6 +777,6 @@ def test_input_of_the_first_layer_is_not_taken_for_a_weight(family: str, schedul
         assert all(first == other for other in others)
         for slice_tokens in (None, 13):
             predicted = under_test.load(1.0, slice_tokens)
-            loss = model(**batch).loss
+            loss = model(**beside(model, batch)).loss
             assert used_bytes(under_test.engine) == (predicted[0],) * len(predicted)
             del loss

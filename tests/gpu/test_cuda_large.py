@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from support.kernels.attention_reference import Attended, Inputs, attend
@@ -18,6 +20,8 @@ BOUND = 2**-7
 
 
 def need(size_bytes: int) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()  # of other tests
     free, _ = torch.cuda.mem_get_info()
     if free < size_bytes:
         pytest.skip(f"needs {size_bytes // GIB} GiB of free device memory, and there are {free // GIB}")

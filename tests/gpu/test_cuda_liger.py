@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from support.harness import Batch, EngineUnderTest, loss_and_gradients
 from torch import nn
 
 from lightning_memo.models import ModelConfig, build_model
+from lightning_memo.models.liger import restore_rotary
 
 pytest.importorskip("liger_kernel")
 
@@ -20,10 +23,12 @@ FARTHER = 2**-6
 
 
 @pytest.fixture
-def model(device: torch.device) -> nn.Module:
+def model(device: torch.device) -> Iterator[nn.Module]:
     torch.manual_seed(0)
     with device:
-        return build_model(ModelConfig(config=CONFIG, liger=True), device).to(torch.bfloat16)
+        model = build_model(ModelConfig(config=CONFIG, liger=True), device).to(torch.bfloat16)
+    yield model
+    restore_rotary(model)  # other tests' models are of the same type
 
 
 @pytest.fixture

@@ -57,12 +57,13 @@ def loss_and_gradients(model: nn.Module, batch: Batch, amp: bool = False, seed: 
     on_device(model).zero_grad()
     torch.manual_seed(seed)
     with torch.autocast(DEVICE.type, torch.bfloat16, enabled=amp):
-        loss = model(**_beside(model, batch)).loss
+        loss = model(**beside(model, batch)).loss
     loss.backward()
     return Step(loss.detach().clone(), gradients_of(model))
 
 
-def _beside(model: nn.Module, batch: Batch) -> Batch:
+def beside(model: nn.Module, batch: Batch) -> Batch:
+    """Return a batch on the device of a model."""
     device = next(model.parameters()).device
     return {name: t.to(device) if isinstance(t, Tensor) else t for name, t in batch.items()}
 

@@ -361,7 +361,7 @@ def joined(outcomes: Sequence[Outcome], settings: dict[str, Any]) -> Outcome:
 
 def _is_copy(t: Tensor, others: dict[str, Tensor]) -> bool:
     """Return whether a weight of the last stage is the embedding of the first one: a process names both alike."""
-    return t.ndim == 2 and any(torch.equal(t, other) for other in others.values())
+    return t.ndim == 2 and any(torch.equal(t.cpu(), other.cpu()) for other in others.values())
 
 
 @functools.lru_cache(maxsize=16)

@@ -161,6 +161,27 @@ void clear_small(const std::vector<at::Tensor>& targets) {
     if (t.defined() && t.is_contiguous() && is_small(t)) std::memset(t.data_ptr(), 0, t.nbytes());
 }
 
+/// Operators that take tensors of the host beside those of the device: indices, lengths, and what is copied.
+bool takes_host_tensors(const std::string& name) {
+  static const std::set<std::string> names = {"aten::index", "aten::index_put_", "aten::_index_put_impl_",
+                                              "aten::_pack_padded_sequence", "aten::_foreach_copy_"};
+  return names.count(name) != 0;
+}
+
+/// Refuses tensors of different devices, as PyTorch's operators do; numbers of the host are no such tensors.
+void check_devices(const c10::OperatorHandle& op, const Values& arguments) {
+  if (takes_host_tensors(op.operator_name().name)) return;
+  std::optional<c10::Device> common;
+  for (const at::Tensor& t : tensors_of(arguments))
+    if (t.defined() && t.is_cuda() && !common.has_value()) common = t.device();
+  if (!common.has_value()) return;
+  for (size_t n = 0; n < arguments.size(); ++n)
+    for (const at::Tensor& t : tensors_of({arguments[n]}))
+      TORCH_CHECK(!t.defined() || t.device() == *common || t.is_meta() || (t.is_cpu() && t.dim() == 0),
+                  "Expected all tensors to be on the same device, but got ", op.schema().arguments()[n].name(), " is on ",
+                  t.device(), ", different from other tensors on ", *common, " (", op.operator_name(), ")");
+}
+
 void boxed(const c10::OperatorHandle& op, Values* stack) {
   const InOperator in_operator;
   const auto first = stack->end() - static_cast<long>(op.schema().arguments().size());
@@ -168,6 +189,7 @@ void boxed(const c10::OperatorHandle& op, Values* stack) {
   stack->erase(first, stack->end());
   const auto give = [stack](const Values& values) { stack->insert(stack->end(), values.begin(), values.end()); };
 
+  check_devices(op, arguments);
   if (needs_values(op, arguments)) {
     c10::cuda::stream_synchronize(c10::cuda::getCurrentCUDAStream().stream());  // counted as a wait, as on a GPU
     return give(run_now(op, arguments));
