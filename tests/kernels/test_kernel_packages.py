@@ -227,7 +227,7 @@ def test_newer_kernels_leave_windows_and_dropout_to_the_flash_kernel(spec, newer
     assert set(called) == {"forward", "backward"}
 
 
-# ---- TransformerEngine, in the signatures of 2.0 to 2.14 and of 2.15 to 2.18
+# ---- TransformerEngine, in the signatures of 2.0 to 2.14 and of 2.15 to 2.20
 
 
 class FusedAttention:
@@ -475,8 +475,8 @@ def test_a_missing_package_is_named_with_what_installs_it(choice, distribution, 
         ("flash_attn", "2.6.3", "2.7 to 2.8, but 2.6"),
         ("flash_attn", "3.0.0b1", "2.7 to 2.8, but 3.0"),
         ("flash_attn_3", "3.1.0", "3.0 to 3.0, but 3.1"),
-        ("transformer_engine", "1.13.0", "2.0 to 2.18, but 1.13"),
-        ("transformer_engine", "2.19.0", "2.0 to 2.18, but 2.19"),
+        ("transformer_engine", "1.13.0", "2.0 to 2.20, but 1.13"),
+        ("transformer_engine", "2.21.0", "2.0 to 2.20, but 2.21"),
     ],
 )
 def test_another_version_is_refused_in_one_line(choice, version, known, monkeypatch):

@@ -15,7 +15,8 @@ from torch import nn
 PACKAGE: Final = "transformer_engine"
 # The second one before 2.9.
 _MODULES: Final = (f"{PACKAGE}.pytorch.quantization", f"{PACKAGE}.pytorch.fp8")
-_FIRST, _LAST = (2, 15), (2, 18)
+FIRST: Final = (2, 15)
+LAST: Final = (2, 20)
 # What a recomputation uses of TransformerEngine. None of it is public API.
 MANAGER_NAMES: Final = ("quantization_state", "is_fp8_enabled", "is_fp8_calibration", "get_autocast_state",
                         "set_autocast_state", "autocast_enter", "get_fp8_recipe")  # fmt: skip
@@ -43,8 +44,8 @@ def why_other_version() -> str:
     """Return why the installed TransformerEngine cannot be used as the known one; empty if it can."""
     version = str(getattr(sys.modules.get(PACKAGE), "__version__", ""))
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is None or not _FIRST <= (int(numbers[1]), int(numbers[2])) <= _LAST:
-        first, last = (".".join(map(str, release)) for release in (_FIRST, _LAST))
+    if numbers is None or not FIRST <= (int(numbers[1]), int(numbers[2])) <= LAST:
+        first, last = (".".join(map(str, release)) for release in (FIRST, LAST))
         return f"releases {first} to {last} are known, and {version or 'one without a version'} is installed"
     manager = fp8_manager()
     state = getattr(manager, "quantization_state", None)

@@ -130,6 +130,10 @@ _UNSUPPORTED: Final[tuple[tuple[str, Callable[[Any], bool]], ...]] = (
         lambda m: m.tp_size > 1 or bool(m.sequence_parallel),
     ),
     (
+        "with a weight that another library gathers for each product (DistributedWeight): take a plain parameter",
+        lambda m: any(getattr(p, "is_distributed_weight", False) for p in m.parameters(recurse=False)),
+    ),
+    (
         "with checkpoint=True, which recomputes as well: leave it out",
         lambda m: bool(getattr(m, "checkpoint", False)),
     ),

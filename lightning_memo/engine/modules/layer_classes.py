@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_memo.artifacts.swap_plan import Schedule
 from lightning_memo.engine.forward.collected_outputs import collecting_nothing
 from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.fp8_modules.norms import lock_channels
 from lightning_memo.engine.fp8_modules.supported_fp8 import fp8_form, refuse_unsupported_fp8, why_scaled_by_engine
 from lightning_memo.engine.modules.layer_probe import BackendOf, LayerTraits, probe_layer
 from lightning_memo.engine.modules.low_precision_scales import why_scaled_together
@@ -103,6 +104,7 @@ class LayerClasses:
                 layer cannot run more than once, or not in FP8.
         """
         refuse_unsupported_fp8(call.layer, self._settings.transformer_engine_fp8)
+        lock_channels(call.layer)
         functions = named_values(call.layer).present_functions()
         attributes = ModuleAttributes.of(call.layer.named_modules(), functions)
         # Traits of a single token do not hold for longer sequences.

@@ -59,4 +59,4 @@ class Package:
 FLASH_ATTN = Package("flash-attn", 'pip install "lightning_memo[flash]"', first=(2, 7), last=(2, 8))
 FLASH_ATTN_3 = Package("flash_attn_3", "build it from hopper/ of Dao-AILab/flash-attention", first=(3, 0), last=(3, 0))
 FLASH_ATTN_4 = Package("flash-attn-4", "pip install flash-attn-4", first=(4, 0), last=(4, 0))
-TRANSFORMER_ENGINE = Package("transformer-engine", 'pip install "lightning_memo[te]"', first=(2, 0), last=(2, 18))
+TRANSFORMER_ENGINE = Package("transformer-engine", 'pip install "lightning_memo[te]"', first=(2, 0), last=(2, 20))

@@ -29,9 +29,9 @@ pytestmark = [pytest.mark.usefixtures("own_folder", "installed")]
 
 def find_in(folder: Path) -> None:
     """Let Lightning find metadata of TransformerEngine in a folder. It looks for them once in a process."""
-    info = folder / "transformer_engine-2.18.0.dist-info"
+    info = folder / "transformer_engine-2.20.2.dist-info"
     info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.18.0\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.20.2\n")
     sys.path.insert(0, str(folder))
     fabric._TRANSFORMER_ENGINE_AVAILABLE = RequirementCache("transformer_engine>=0.11.0")
     assert fabric._TRANSFORMER_ENGINE_AVAILABLE

@@ -1,6 +1,6 @@
 """The stand-in is compared with a table of TransformerEngine's Python sources, and so are the names that are used.
 
-`tests/support/transformer_engine_stand_in/protocol.py` wrote the table, from release 2.18.
+`tests/support/transformer_engine_stand_in/protocol.py` wrote the table, from wheels of PyPI.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from support.transformer_engine_stand_in.protocol import (
     steps_of,
 )
 
-from lightning_memo.engine.fp8_modules.global_state import MANAGER_NAMES, STATE_NAMES
+from lightning_memo.engine.fp8_modules.global_state import FIRST, LAST, MANAGER_NAMES, STATE_NAMES
 from lightning_memo.engine.fp8_modules.supported_fp8 import CLASSES, RECIPES
+from lightning_memo.kernels.packages.kernel_packages import TRANSFORMER_ENGINE
 
 # What the stand-in has not: custom recipes, CUDA graphs, calibration, and buffers of communication.
 _FORWARD = {"fp8_graph_capturing", "is_fp8_enabled()", "get_fp8_recipe()", "fp8_calibration"}
@@ -35,6 +36,34 @@ LEFT_OUT: dict[str, set[str]] = {
     "FP8GlobalStateManager.add_fp8_tensors_to_global_buffer": {"get_unique_autocast_key()", "autocast_arguments"},
     "_LayerNormLinear.backward": {"fp8_recipe"},
     **{f"{kind}.forward": _FORWARD for kind in CLASSES},
+}
+# What other known releases do differently, of which nothing changes when scales are updated or what a recomputation
+# restores: before 2.19, the recomputation of TransformerEngine, which is refused in layers, asked at its beginning
+# whether FP8 is on, and LayerNormLinear had another name for its weight.
+_BEFORE_219 = {
+    "distributed.py:activation_recompute_forward.__enter__",
+    "distributed.py:is_fp8_activation_recompute_enabled",
+    "saves:LayerNormLinear",
+}
+# In 2.15, callers asked whether scaling is delayed, the autocast was a generator, and modules saved weights once.
+_OF_215 = {
+    "quantization.py:FP8GlobalStateManager.add_fp8_tensors_to_global_buffer",
+    "quantization.py:FP8GlobalStateManager.get_unique_autocast_key",
+    "quantization.py:FP8GlobalStateManager.copy_forward_fp8_meta_tensors_for_recompute",
+    "quantization.py:FP8GlobalStateManager.get_old_fp8_meta_tensors_for_recompute",
+    "quantization.py:FP8GlobalStateManager.restore_fp8_meta_tensors",
+    *(f"quantization.py:autocast.{name}" for name in ("__init__", "__enter__", "__exit__")),
+    *(f"module/base.py:TransformerEngineBaseModule.{name}" for name in ("prepare_forward", "end_forward")),
+    "ops/fuser.py:_OperationFuserAutogradFunction.forward",
+    "saves:Linear",
+    "saves:LayerNormMLP",
+}
+UNDERSTOOD: dict[str, set[str]] = {
+    "2.15.0": _BEFORE_219 | _OF_215,
+    "2.16.1": _BEFORE_219,
+    "2.17.1": _BEFORE_219,
+    "2.18.0": _BEFORE_219,
+    "2.19.0": set(),
 }
 
 
@@ -60,6 +89,21 @@ def test_functions_take_the_same_arguments_and_the_same_steps(table: dict[str, A
 
 def test_the_state_has_the_same_fields(table: dict[str, Any]) -> None:
     assert fields_in(source("quantization.py"), "FP8GlobalState") == table["state"]
+
+
+@pytest.mark.parametrize("release", OTHERS)
+def test_other_known_releases_differ_only_in_what_is_understood(table: dict[str, Any], release: str) -> None:
+    found = table["differences"][release]
+    functions = {f"{file}:{name}" for file, names in found.get("functions", {}).items() for name in names}
+    saves = {f"saves:{kind}" for kind in found.get("saves", {})}
+    assert functions | saves == UNDERSTOOD[release]
+    assert set(found) <= {"functions", "saves"}
+
+
+def test_the_first_and_the_last_known_release_are_in_the_table() -> None:
+    releases = [tuple(map(int, release.split(".")[:2])) for release in (*OTHERS, RELEASE)]
+    assert releases == [(FIRST[0], minor) for minor in range(FIRST[1], LAST[1] + 1)]
+    assert (FIRST[0], TRANSFORMER_ENGINE.last) == (LAST[0], LAST)
 
 
 @pytest.mark.parametrize("kind", SAVING)

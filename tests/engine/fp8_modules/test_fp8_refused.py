@@ -92,11 +92,11 @@ def test_its_debugger_is_refused(te: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert "TransformerEngine's debugger: turn it off" in line_of(InFp8(recipe_of("delayed")))
 
 
-@pytest.mark.parametrize("version", ["2.14.0", "2.19.0", ""])
+@pytest.mark.parametrize("version", ["2.14.0", "2.21.0", ""])
 def test_other_releases_are_refused(te: Any, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(sys.modules["transformer_engine"], "__version__", version)
     line = line_of(InFp8(recipe_of("delayed")))
-    assert "releases 2.15 to 2.18 are known" in line and (version or "without a version") in line
+    assert "releases 2.15 to 2.20 are known" in line and (version or "without a version") in line
 
 
 @pytest.mark.parametrize("name", ["get_autocast_state", "quantization_state.autocast_depth"])
@@ -117,7 +117,7 @@ def test_a_release_without_a_name_that_is_needed_is_refused(te: Any, monkeypatch
             manager, "autocast_enter", lambda **given: setattr(manager.quantization_state, "fp8_enabled", True)
         )
         monkeypatch.setattr(manager, "autocast_exit", lambda *given, **more: None)
-    assert f"FP8GlobalStateManager of release 2.18.0 has no {name}" in line_of(InFp8(recipe_of("delayed")))
+    assert f"FP8GlobalStateManager of release 2.20.2 has no {name}" in line_of(InFp8(recipe_of("delayed")))
 
 
 # ---- modules
@@ -148,6 +148,13 @@ class _Cached(EngineBlock):
 def _with_fp8_weights() -> nn.Module:
     block = EngineBlock()
     block.out.primary_weights_in_fp8 = True
+    return block
+
+
+def _with_gathered_weights() -> nn.Module:
+    """Return a block with a weight of `transformer_engine.pytorch.distributed_weight`."""
+    block = EngineBlock()
+    block.mlp.fc1_weight.is_distributed_weight = True
     return block
 
 
@@ -188,6 +195,7 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "fused": (_linear(fuse_wgrad_accumulation=True), "leave fuse_wgrad_accumulation and delay_wgrad_compute out"),
     "parallel": (_linear(tp_size=2), "Linear of EngineBlock with its own tensor or sequence parallelism"),
     "cached": (_Cached, "Linear of _Cached with cached FP8 weights: leave is_first_microbatch out"),
+    "gathered": (_with_gathered_weights, "LayerNormMLP of EngineBlock with a weight that another library gathers"),
     "weights": (_with_fp8_weights, "Linear of EngineBlock with weights in FP8"),
 }
 
@@ -241,6 +249,19 @@ def test_a_layer_does_not_enter_the_autocast_itself(te: Any, allowed: bool) -> N
 def test_a_layer_may_leave_the_autocast(te: Any) -> None:
     _, expected = trained(None, InFp8(recipe_of("delayed"), lambda: blocks_of(_Leaving)), max_steps=4)
     _, found = trained(strategy(), InFp8(recipe_of("delayed"), lambda: blocks_of(_Leaving)), max_steps=4)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+class _WithoutGradient(EngineBlock):
+    """A block whose checkpointed part gets no gradient, so that TransformerEngine does not recompute it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + sys.modules["transformer_engine.pytorch"].checkpoint(self.out, x.detach())
+
+
+def test_its_checkpointing_trains_where_it_recomputes_nothing(te: Any) -> None:
+    _, expected = trained(None, InFp8(recipe_of("delayed"), lambda: blocks_of(_WithoutGradient)), max_steps=4)
+    _, found = trained(strategy(), InFp8(recipe_of("delayed"), lambda: blocks_of(_WithoutGradient)), max_steps=4)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 

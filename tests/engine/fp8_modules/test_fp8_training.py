@@ -33,7 +33,7 @@ def compare(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @slow_if(lambda recipe, alpha: recipe != "delayed" and alpha != 0.5)
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("recipe", ["delayed", "most_recent", "unfused", "current", "mxfp8", "blocks"])
+@pytest.mark.parametrize("recipe", ["delayed", "most_recent", "unfused", "current", "mxfp8", "mxfp8_2d", "blocks"])
 def test_whole_layers_train_bit_by_bit_as_plainly(te: Any, recipe: str, alpha: float) -> None:
     """At every alpha, which is the fraction of the layers that are swapped."""
     _, expected = trained(None, InFp8(recipe_of(recipe)), max_steps=5)

@@ -49,12 +49,14 @@ def blocks_of(kind: Callable[[], nn.Module] = EngineBlock, layers: int = LAYERS)
 
 
 def recipe_of(name: str) -> Any:
-    """Return a recipe by its name: "delayed", "most_recent", "unfused", "current", "mxfp8" or "blocks"."""
+    """Return a recipe by its name: "delayed", "most_recent", "unfused", "current", "mxfp8", "mxfp8_2d" or "blocks"."""
     te = engine()
     if name == "current":
         return te.Float8CurrentScaling()
     if name == "mxfp8":
         return te.MXFP8BlockScaling()
+    if name == "mxfp8_2d":
+        return te.MXFP8BlockScaling(enable_2d_quantization=True)
     if name == "blocks":
         return te.Float8BlockScaling()
     algorithms: dict[str, Any] = {"delayed": "max", "most_recent": "most_recent", "unfused": lambda h: h.amax(0)}

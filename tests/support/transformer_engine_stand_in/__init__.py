@@ -1,8 +1,8 @@
-"""A package `transformer_engine` that follows the protocol of TransformerEngine 2.18 on a CPU, for tests only.
+"""A package `transformer_engine` that follows the protocol of TransformerEngine 2.20 on a CPU, for tests only.
 
 It has the modules, the global state, the recipes and the way of saving tensors of
-`transformer_engine/pytorch` (https://github.com/NVIDIA/TransformerEngine, tag v2.18), with real rounding to FP8 and no
-kernels. `tests/reference/transformer_engine_protocol.json` holds what of it is compared with the sources.
+`transformer_engine/pytorch` (https://github.com/NVIDIA/TransformerEngine, release 2.20.2), with real rounding to FP8
+and no kernels. `tests/reference/transformer_engine_protocol.json` holds what of it is compared with the sources.
 """
 
 from __future__ import annotations

@@ -1,20 +1,22 @@
 """Reads from Python sources what the stand-in has in common with TransformerEngine: arguments, calls and fields.
 
-`python tests/support/transformer_engine_stand_in/protocol.py GIT_FOLDER` writes the table that
-`tests/engine/fp8_modules/test_fp8_protocol.py` compares with the stand-in, from a clone of TransformerEngine.
+`python tests/support/transformer_engine_stand_in/protocol.py FOLDER` writes the table that
+`tests/engine/fp8_modules/test_fp8_protocol.py` compares with the stand-in, from wheels in the folder, which
+`pip download --no-deps transformer_engine_cu13==RELEASE` puts there.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
-import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-RELEASE, OTHERS = "v2.18", ("v2.15", "v2.16", "v2.17")
+RELEASE, OTHERS = "2.20.2", ("2.15.0", "2.16.1", "2.17.1", "2.18.0", "2.19.0")
 PACKAGE = "transformer_engine/pytorch"
 TABLE = Path(__file__).parents[2] / "reference" / "transformer_engine_protocol.json"
 
@@ -147,7 +149,7 @@ def saves_of(function: ast.FunctionDef) -> list[str]:
     calls = [n.args for n in nodes if isinstance(n, ast.Call) and _name_of(n) in _SAVE]
     returned = [n.value.elts for n in nodes if isinstance(n, ast.Return) and isinstance(n.value, ast.Tuple)]
     named = [[n.id for n in each if isinstance(n, ast.Name)] for each in calls or returned]
-    return [names for names in named if names][-1]
+    return next((names for names in reversed(named) if names), [])
 
 
 def _name_of(call: ast.Call) -> str:
@@ -182,7 +184,7 @@ def _set_by(function: ast.FunctionDef) -> list[str]:
 
 
 def table_of(read: Callable[[str], str]) -> dict[str, Any]:
-    """Return arguments, steps and fields of the protocol.
+    """Return arguments, steps and fields of the protocol, and what is saved; `None` for functions that are missing.
 
     Args:
         read: Returns the text of a file of `transformer_engine/pytorch`.
@@ -190,36 +192,48 @@ def table_of(read: Callable[[str], str]) -> dict[str, Any]:
     functions: dict[str, Any] = {}
     for file, names in FUNCTIONS.items():
         known = functions_in(read(file))
-        functions[file] = {n: {"arguments": arguments_of(known[n]), "steps": steps_of(known[n])} for n in names}
-    return {"functions": functions, "state": fields_in(read("quantization.py"), "FP8GlobalState")}
+        functions[file] = {
+            n: {"arguments": arguments_of(known[n]), "steps": steps_of(known[n])} if n in known else None for n in names
+        }
+    saves: dict[str, Any] = {}
+    for kind, (file, name, _) in SAVES.items():
+        function = functions_in(read(file)).get(name)
+        saves[kind] = None if function is None else saves_of(function)
+    return {
+        "functions": functions,
+        "state": fields_in(read("quantization.py"), "FP8GlobalState"),
+        "saved": {kind: saved_by(read(f"tensor/storage/{file}_storage.py"), kind) for kind, file in SAVING.items()},
+        "saves": saves,
+    }
 
 
-def _record(git_folder: str) -> None:
-    def read_at(release: str) -> Callable[[str], str]:
-        return lambda file: _git(git_folder, "show", f"{release}:{PACKAGE}/{file}")
+def differences(table: Any, newest: Any) -> Any:
+    """Return what of nested tables differs from the newest one's."""
+    if not isinstance(newest, dict) or not isinstance(table, dict):
+        return table
+    return {key: differences(table[key], newest[key]) for key in newest if table[key] != newest[key]}
 
+
+def _record(folder: Path) -> None:
+    wheels = {release: next(folder.glob(f"transformer_engine_cu13-{release}-*.whl")) for release in (*OTHERS, RELEASE)}
     files = "quantization.py", "module/base.py", "ops/fuser.py"
-    sources = {release: map(read_at(release), files) for release in (*OTHERS, RELEASE)}
+    tables = {release: table_of(_reader(wheel)) for release, wheel in wheels.items()}
+    newest = tables[RELEASE]
     table = {
-        "source": "https://github.com/NVIDIA/TransformerEngine, transformer_engine/pytorch",
+        "source": "https://pypi.org/project/transformer-engine-cu13, transformer_engine/pytorch",
         "release": RELEASE,
-        "commit": _git(git_folder, "rev-parse", f"{RELEASE}^{{commit}}").strip(),
-        **table_of(read_at(RELEASE)),
-        "saved": {
-            kind: saved_by(read_at(RELEASE)(f"tensor/storage/{file}_storage.py"), kind) for kind, file in SAVING.items()
-        },
-        "saves": {
-            kind: saves_of(functions_in(read_at(RELEASE)(file))[function])
-            for kind, (file, function, _) in SAVES.items()
-        },
-        "names": {release: names_in(*source) for release, source in sources.items()},
+        "sha256": {wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in wheels.values()},
+        **newest,
+        "differences": {release: differences(tables[release], newest) for release in OTHERS},
+        "names": {release: names_in(*map(_reader(wheel), files)) for release, wheel in wheels.items()},
     }
     TABLE.write_text(json.dumps(table, indent=1) + "\n")
 
 
-def _git(folder: str, *arguments: str) -> str:
-    return subprocess.run(["git", "--git-dir", folder, *arguments], capture_output=True, text=True, check=True).stdout
+def _reader(wheel: Path) -> Callable[[str], str]:
+    archive = zipfile.ZipFile(wheel)
+    return lambda file: archive.read(f"{PACKAGE}/{file}").decode()
 
 
 if __name__ == "__main__":
-    _record(sys.argv[1])
+    _record(Path(sys.argv[1]))

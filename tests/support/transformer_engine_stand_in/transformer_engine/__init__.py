@@ -1,3 +1,3 @@
 """Stands in for TransformerEngine: see the folder above."""
 
-__version__ = "2.18.0"
+__version__ = "2.20.2"

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast
 
-_FP8_ACTIVATION_RECOMPUTE_ENABLED = False
-_FP8_ACTIVATION_RECOMPUTE_PHASE = False
+_IN_ACTIVATION_RECOMPUTE_REGION = False
+_ACTIVATION_RECOMPUTE_PHASE = False
 
 
 class activation_recompute_forward(contextlib.AbstractContextManager[Any]):
@@ -21,9 +21,9 @@ class activation_recompute_forward(contextlib.AbstractContextManager[Any]):
         self.activation_recompute, self.recompute_phase = activation_recompute, recompute_phase
 
     def __enter__(self) -> None:
-        global _FP8_ACTIVATION_RECOMPUTE_ENABLED, _FP8_ACTIVATION_RECOMPUTE_PHASE
-        _FP8_ACTIVATION_RECOMPUTE_ENABLED = self.activation_recompute and FP8GlobalStateManager.is_fp8_enabled()
-        _FP8_ACTIVATION_RECOMPUTE_PHASE = self.recompute_phase
+        global _IN_ACTIVATION_RECOMPUTE_REGION, _ACTIVATION_RECOMPUTE_PHASE
+        _IN_ACTIVATION_RECOMPUTE_REGION = self.activation_recompute
+        _ACTIVATION_RECOMPUTE_PHASE = self.recompute_phase
         state, first = FP8GlobalStateManager.quantization_state, activation_recompute_forward._is_first_fp8_module
         if self.activation_recompute and not self.recompute_phase:
             first.append(state.is_first_fp8_module)
@@ -31,25 +31,28 @@ class activation_recompute_forward(contextlib.AbstractContextManager[Any]):
             state.is_first_fp8_module = first.pop(0)
 
     def __exit__(self, *exc_details: Any) -> None:
-        global _FP8_ACTIVATION_RECOMPUTE_ENABLED, _FP8_ACTIVATION_RECOMPUTE_PHASE
-        _FP8_ACTIVATION_RECOMPUTE_ENABLED = _FP8_ACTIVATION_RECOMPUTE_PHASE = False
+        global _IN_ACTIVATION_RECOMPUTE_REGION, _ACTIVATION_RECOMPUTE_PHASE
+        _IN_ACTIVATION_RECOMPUTE_REGION = _ACTIVATION_RECOMPUTE_PHASE = False
 
 
 def is_fp8_activation_recompute_enabled() -> bool:
     """Return whether modules note their scales now."""
-    return _FP8_ACTIVATION_RECOMPUTE_ENABLED
+    return _IN_ACTIVATION_RECOMPUTE_REGION and FP8GlobalStateManager.is_fp8_enabled()
 
 
 def in_fp8_activation_recompute_phase() -> bool:
     """Return whether modules run again now."""
-    return _FP8_ACTIVATION_RECOMPUTE_PHASE
+    return _ACTIVATION_RECOMPUTE_PHASE
 
 
 class _CheckpointFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run_function: Any, *args: torch.Tensor) -> torch.Tensor:
         ctx.run_function = run_function
-        with torch.no_grad(), activation_recompute_forward(activation_recompute=True, recompute_phase=False):
+        noting: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if any(ctx.needs_input_grad):
+            noting = activation_recompute_forward(activation_recompute=True, recompute_phase=False)
+        with torch.no_grad(), noting:
             outputs = run_function(*args)
         ctx.save_for_backward(*args)
         ctx.fp8 = FP8GlobalStateManager.is_fp8_enabled()
@@ -68,4 +71,6 @@ class _CheckpointFunction(torch.autograd.Function):
 
 def checkpoint(function: Any, *args: torch.Tensor) -> torch.Tensor:
     """Run a function, and run it again in the backward."""
+    if not torch.is_grad_enabled():
+        return function(*args)
     return _CheckpointFunction.apply(function, *args)

@@ -61,7 +61,11 @@ class MXFP8BlockScalingRecipeState(RecipeState):
     """No state."""
 
     def make_quantizers(self) -> list[Any]:
-        return [MXFP8Quantizer(self.dtype) for _ in range(self.num_quantizers)]
+        in_blocks = self.mode == "forward" and self.recipe.enable_2d_quantization
+        return [
+            MXFP8Quantizer(self.dtype, with_2d_quantization=in_blocks and index % 3 == 1)  # a weight
+            for index in range(self.num_quantizers)
+        ]
 
 
 class Float8BlockScalingRecipeState(RecipeState):

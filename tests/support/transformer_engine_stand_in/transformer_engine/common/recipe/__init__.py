@@ -71,13 +71,14 @@ class Float8CurrentScaling(Recipe):
 
 @dataclass
 class MXFP8BlockScaling(Recipe):
-    """One power of two for each 32 values, along rows and, apart from that, along columns."""
+    """One power of two for 32 values, along rows and, apart from that, along columns; or for 32 x 32 of weights."""
 
     margin: int = 0
     fp8_format: Format = Format.E4M3
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None
+    enable_2d_quantization: bool = False
 
 
 @dataclass

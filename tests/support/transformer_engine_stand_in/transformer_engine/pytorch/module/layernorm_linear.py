@@ -53,6 +53,7 @@ class _LayerNormLinear(torch.autograd.Function):
             assert_dim_for_fp8_exec(inputmat, weight)
             input_quantizer.set_usage(rowwise=True, columnwise=backward_needs_input)
         ln_out, mu, rsigma = apply_normalization(inputmat, ln_weight, ln_bias, input_quantizer if fp8 else None)
+        origin_weight = weight
         weightmat: Any = cast_if_needed(weight, dtype)
         if fp8:
             weight_quantizer.set_usage(rowwise=True, columnwise=is_grad_enabled)
@@ -68,7 +69,7 @@ class _LayerNormLinear(torch.autograd.Function):
         if fp8 and backward_needs_input:
             ln_out.update_usage(rowwise_usage=False)
         tensors_to_save, tensor_objects = prepare_for_saving(
-            inputmat, wt_save, weight, bias, ln_weight, ln_out_to_save, mu, rsigma
+            inputmat, wt_save, origin_weight, bias, ln_weight, ln_out_to_save, mu, rsigma
         )
         ctx.save_for_backward(*tensors_to_save)
         ctx.tensor_objects = tensor_objects

@@ -68,18 +68,20 @@ class OperationFuser:
         self._basic_ops = ops
         self.recipe_type: type | None = None
         self.first_op_requiring_backward = 0
+        for op in ops:
+            op._lock_extra_tensor_channels()
         self._flat_basic_op_params = [p for op in ops for p in op.parameters()]
 
     def maybe_fuse_ops(self, is_grad_enabled: bool, recipe: Recipe | None, input_: Tensor) -> None:
         number = len(self._basic_ops)
         needs = [idx for idx, op in enumerate(self._basic_ops) if any(p.requires_grad for p in op.parameters())]
         first = 0 if input_.requires_grad else min(needs, default=number)
-        fusion_params = type(recipe), first if is_grad_enabled else number
-        if fusion_params == (self.recipe_type, self.first_op_requiring_backward):
+        self.first_op_requiring_backward = first if is_grad_enabled else number
+        if self.recipe_type is type(recipe):
             return
         for op in self._basic_ops:
             op.reset_recipe_state(recipe=recipe)
-        self.recipe_type, self.first_op_requiring_backward = fusion_params
+        self.recipe_type = type(recipe)
 
     def __call__(self, input: Tensor) -> Tensor:
         recipe = None

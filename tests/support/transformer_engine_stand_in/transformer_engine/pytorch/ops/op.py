@@ -27,8 +27,12 @@ class BasicOperation(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self._extra_tensor_channels_locked = False
         self._fp8_metas: dict[str, Any] | None = None
         self._quantizers: dict[str, list[Any]] | None = None
+
+    def _lock_extra_tensor_channels(self) -> None:
+        self._extra_tensor_channels_locked = True
 
     def reset_recipe_state(self, *, recipe: Recipe | None) -> None:
         if recipe is None:

@@ -56,31 +56,33 @@ class MXFP8TensorStorage(QuantizedTensorStorage):
 
 
 class MXFP8Quantizer(Quantizer):
-    """Scales each block of 32 values by the power of two with which its largest one fits."""
+    """Scales each block of 32 values, or of 32 x 32, by the power of two with which its largest one fits."""
 
-    def __init__(self, fp8_dtype: torch.dtype) -> None:
+    def __init__(self, fp8_dtype: torch.dtype, *, with_2d_quantization: bool = False) -> None:
         super().__init__()
-        self.dtype = fp8_dtype
+        self.dtype, self.with_2d_quantization = fp8_dtype, with_2d_quantization
 
     def quantize_impl(self, tensor: Tensor) -> QuantizedTensorStorage:
         with kernel():
             rows = tensor.reshape(-1, tensor.shape[-1]).float()
-            rowwise = _quantized(rows, self.dtype, 1) if self.rowwise_usage else None
-            columnwise = _quantized(rows, self.dtype, 0) if self.columnwise_usage else None
+            rowwise = self._quantized(rows, 1) if self.rowwise_usage else None
+            columnwise = self._quantized(rows, 0) if self.columnwise_usage else None
         return MXFP8TensorStorage(_allocated(rowwise), _allocated(columnwise), self.dtype)
+
+    def _quantized(self, rows: Tensor, dim: int) -> list[Tensor]:
+        assert rows.shape[dim] % _BLOCK == 0, f"{rows.shape[dim]} values are no multiple of {_BLOCK}"
+        most = torch.finfo(self.dtype).max
+        amax = rows.unflatten(dim, (-1, _BLOCK)).abs().amax(dim + 1)
+        if self.with_2d_quantization:
+            amax = amax.unflatten(1 - dim, (-1, _BLOCK)).amax(2 - dim).repeat_interleave(_BLOCK, 1 - dim)
+        exponents = torch.where(amax > 0, (amax / most).log2().ceil(), torch.full_like(amax, -_BIAS))
+        exponents = exponents.clamp(-_BIAS, _BIAS)
+        scaled = (rows * torch.exp2(-exponents).repeat_interleave(_BLOCK, dim)).clamp(-most, most)
+        return [scaled.to(self.dtype).view(torch.uint8), (exponents + _BIAS).to(torch.uint8)]
 
 
 def _allocated(parts: list[Tensor] | None) -> list[Tensor | None]:
     return [None, None] if parts is None else [allocated(part) for part in parts]
-
-
-def _quantized(rows: Tensor, dtype: torch.dtype, dim: int) -> list[Tensor]:
-    assert rows.shape[dim] % _BLOCK == 0, f"{rows.shape[dim]} values are no multiple of {_BLOCK}"
-    most = torch.finfo(dtype).max
-    amax = rows.unflatten(dim, (-1, _BLOCK)).abs().amax(dim + 1)
-    exponents = torch.where(amax > 0, (amax / most).log2().ceil(), torch.full_like(amax, -_BIAS)).clamp(-_BIAS, _BIAS)
-    scaled = (rows * torch.exp2(-exponents).repeat_interleave(_BLOCK, dim)).clamp(-most, most)
-    return [scaled.to(dtype).view(torch.uint8), (exponents + _BIAS).to(torch.uint8)]
 
 
 def _values(data: Tensor, exponents: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
