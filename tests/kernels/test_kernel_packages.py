@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
+import json
 import sys
 from dataclasses import replace
 from importlib import metadata
@@ -24,6 +26,7 @@ from support.kernels.banded import (
     flash_varlen_forward,
 )
 from support.kernels.specs import FP32_BOUND, SPECS, without_memory
+from support.transformer_engine_stand_in.protocol import ATTENTION, OTHERS, TABLE
 
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.kernels.cpu_flash import CpuFlash
@@ -329,12 +332,37 @@ class FusedAttention215(FusedAttention):
         )  # fmt: skip
 
 
+class FusedAttention219(FusedAttention215):
+    class FusedAttnBackend(enum.IntEnum):
+        F16_arbitrary_seqlen = 1
+
+    def _check(self, tensors, lengths, dtype, fused_attention_backend, names):
+        assert fused_attention_backend is self.FusedAttnBackend.F16_arbitrary_seqlen
+        return super()._check(tensors, lengths, dtype, "arbitrary", names)
+
+
+@pytest.mark.parametrize("name", ATTENTION[1])
+def test_functions_of_transformer_engine_take_the_arguments_of_its_releases(name):
+    """From 2.15 on, they are the same in all known releases."""
+    table = json.loads(TABLE.read_text())
+    own = list(inspect.signature(getattr(FusedAttention215, name)).parameters)[1:]
+    assert own == table["attention"][name]
+    assert set(table["differences"]) == set(OTHERS) and not any("attention" in d for d in table["differences"].values())
+
+
 def install(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     """Makes every distribution appear to be installed in this version."""
     monkeypatch.setattr(metadata, "version", lambda name: version)
 
 
-@pytest.fixture(params=[("2.0.0", FusedAttention20), ("2.14.1+cu13", FusedAttention20), ("2.18", FusedAttention215)])
+@pytest.fixture(
+    params=[
+        ("2.0.0", FusedAttention20),
+        ("2.14.1+cu13", FusedAttention20),
+        ("2.18", FusedAttention215),
+        ("2.20.2", FusedAttention219),
+    ]
+)
 def fused_attention(request, monkeypatch):
     version, stub = request.param
     install(monkeypatch, version)

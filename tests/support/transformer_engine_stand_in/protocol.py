@@ -66,6 +66,8 @@ SAVES: dict[str, tuple[str, str, str]] = {
     "LayerNorm": ("ops/basic/layer_norm.py", "LayerNorm.op_forward", "LayerNorm.op_forward"),
     "RMSNorm": ("ops/basic/rmsnorm.py", "RMSNorm.op_forward", "RMSNorm.op_forward"),
 }
+# The functions that `attention="transformer_engine"` calls, and their file.
+ATTENTION = "cpp_extensions/fused_attn.py", ("fused_attn_fwd", "fused_attn_bwd")
 _SAVE = ("prepare_for_saving", "save_for_backward")
 # Class of quantized tensors -> its file, among the stand-in's tensors.
 SAVING = {
@@ -199,11 +201,13 @@ def table_of(read: Callable[[str], str]) -> dict[str, Any]:
     for kind, (file, name, _) in SAVES.items():
         function = functions_in(read(file)).get(name)
         saves[kind] = None if function is None else saves_of(function)
+    attention = functions_in(read(ATTENTION[0]))
     return {
         "functions": functions,
         "state": fields_in(read("quantization.py"), "FP8GlobalState"),
         "saved": {kind: saved_by(read(f"tensor/storage/{file}_storage.py"), kind) for kind, file in SAVING.items()},
         "saves": saves,
+        "attention": {name: arguments_of(attention[name]) for name in ATTENTION[1]},
     }
 
 
