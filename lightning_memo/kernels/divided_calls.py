@@ -4,6 +4,7 @@ Note: [Largest calls]
 FlashAttention-2, also as PyTorch's own kernel, sums dq in fp32 `[batch, queries, heads, head_dim]`, and computes
 offsets in it with 32 bits. Beyond 2^31 elements, its gradients are wrong without a word, or the GPU reports an illegal
 memory access; its forward is right. Each sequence takes up to 127 more queries there, and heads have padded sizes.
+cuDNN's backward is wrong there as well (measured with 9.19).
 """
 
 from __future__ import annotations
