@@ -21,6 +21,8 @@ from lightning_memo.artifacts.swap_plan import Attention, SwapPlan
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.copies.cuda_stream import CudaCopyStream
 from lightning_memo.engine.memory.host_arena import HostArena
+from lightning_memo.kernels import divided_calls, select_kernel
+from lightning_memo.kernels.divided_calls import DividedCalls
 from lightning_memo.planner.token_slices import slice_tokens_by_alpha, slot_bytes
 from lightning_memo.utils.find_layers import find_stacks
 
@@ -99,6 +101,33 @@ def test_packed_documents(alpha, slice_tokens, attention, device):
         load(engine, alpha, slice_tokens, attention)
         for _ in range(2):
             assert distance(gradients(model, batch), truth) <= FARTHER * plain
+
+
+@slow_if(lambda attention, heads_of_call: (attention == "sdpa") != (heads_of_call == 3))
+@pytest.mark.parametrize("attention", ["sdpa", "cudnn"])
+@pytest.mark.parametrize("heads_of_call", [1, 3])
+def test_attention_in_several_calls(heads_of_call, attention, device, monkeypatch):
+    """Calls of more elements than kernels can index are divided, which is small here; rows have several documents."""
+    monkeypatch.setattr(divided_calls, "LARGEST_CALL", heads_of_call * (TOKENS + 3 * 128) * 64)
+    model, batch = make_model(device), make_batch(device)
+    positions = torch.cat([torch.arange(length) for length in (30, 120, TOKENS - 150)])
+    batch["position_ids"] = torch.stack([positions, torch.arange(TOKENS)]).to(device)
+    in_double = copy.deepcopy(model).to("cpu", torch.float64)
+    truth = gradients(in_double, {name: t.cpu() for name, t in batch.items()})
+    plain = distance(gradients(model, batch), truth)
+    calls = 0
+
+    def divided(*args):
+        nonlocal calls
+        calls += 1
+        return DividedCalls(*args)
+
+    monkeypatch.setattr(select_kernel, "DividedCalls", divided)
+    with attached(model, device, TestMode(seed=1, longest_delay_seconds=0.002), attention) as engine:
+        assert distance(gradients(model, batch), truth) <= FARTHER * plain
+        load(engine, 0.5, attention=attention)
+        assert distance(gradients(model, batch), truth) <= FARTHER * plain
+    assert calls >= 2 * 6  # in each layer of each step
 
 
 def test_full_precision_nests_its_slices(device):
