@@ -104,7 +104,7 @@ class LayerClasses:
                 layer cannot run more than once, or not in FP8.
         """
         refuse_unsupported_fp8(call.layer, self._settings.transformer_engine_fp8)
-        lock_channels(call.layer)
+        lock_channels(call.layer, self._layers)
         functions = named_values(call.layer).present_functions()
         attributes = ModuleAttributes.of(call.layer.named_modules(), functions)
         # Traits of a single token do not hold for longer sequences.
