@@ -69,6 +69,7 @@ stage gradients 200 "$python" benchmarks/gradients.py --full --output "$results"
 stage tests 400 "$python" -m pytest -q tests/gpu
 stage engine 120 "$python" benchmarks/engine.py --device cuda --dtype bfloat16 --hidden 4096 --heads 32 --kv-heads 8 \
     --seq-len 16384 --output "$results" --name engine-cuda
+stage large_attention 200 "$python" benchmarks/large_attention.py --output "$results/large_attention.json"
 stage kernels 120 "$python" benchmarks/kernel_times.py --device cuda --output "$results/kernels"
 cells longest_lora --plan longest --models llama3_8b --tuning lora --lengths 64K 1M --multiple-of 64K \
     --methods memo_auto_unplanned alst checkpointing memo_slices

@@ -130,3 +130,10 @@ def test_the_page_has_no_numbers_of_a_cpu(monkeypatch, tmp_path, report):
 def test_a_file_that_is_no_report_is_told(monkeypatch, tmp_path, capsys):
     assert page_of(monkeypatch, tmp_path, {"command": "other"})[0] == 2
     assert "some_gpu.json: no report of benchmarks/kernel_times.py" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_large_attention_needs_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["large_attention.py"])
+    assert load("large_attention").main() == 2
+    assert capsys.readouterr().err == "PyTorch finds no GPU, and these kernels are CUDA's\n"

@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from support.benchmark_modules import benchmark_modules, load
 from support.kernels.attention_reference import Attended, Inputs, attend
 
 from lightning_memo.engine.copies.cuda_stream import CudaCopyStream
@@ -52,6 +53,14 @@ def test_attention_of_many_rows(choice: str, key_heads: int, device: torch.devic
     found = attend(select_backend(*inputs[:3], spec, choice), inputs, spec)
     last = Inputs(*(t[-1:] for t in inputs))
     assert_alike(Attended(*(t[-1:] for t in found)), attend(select_backend(*last[:3], spec, choice), last, spec))
+
+
+@pytest.mark.parametrize("part", ["rows", "documents", "heads"])
+def test_parts_of_small_calls_are_what_they_are_alone(part: str) -> None:
+    """What the benchmark compares has no distance where kernels can index everything."""
+    with benchmark_modules():
+        found = load("large_attention").distances("sdpa", part, 1 if part != "rows" else 3, 480)
+    assert found.keys() == set(Attended._fields) and max(found.values()) <= BOUND
 
 
 def test_attention_of_many_tokens(choice: str, device: torch.device) -> None:
