@@ -85,14 +85,15 @@ def _state_of_fsdp(
 ) -> ModelState:
     """FSDP2 shards all state from stage 1 on, and adds full weights up to stage 2 and full gradients at stage 1.
 
-    In a pipeline, full gradients of the micro-batches, in the type in which they are reduced, are there before shards.
+    In a pipeline, gradients of micro-batches are added up in the type in which they are reduced: full ones up to stage
+    1, from stage 2 on shards.
     """
     shards = ranks if zero_stage else 1
     copied = shards > 1 or sizes.copies_weights
     whole = sizes.product if shards > 1 and zero_stage == 1 else 0
     gradient = sizes.gradient / shards + whole
     if staged and (ranks > 1 or sizes.copies_weights):
-        gradient = sizes.reduced
+        gradient = sizes.reduced / (ranks if zero_stage >= 2 else 1)
     return ModelState(
         parameters=weights * (sizes.weight / shards + (sizes.product if copied and zero_stage < 3 else 0)),
         gradients=trained * gradient,
@@ -116,9 +117,11 @@ def gathered_bytes(question: Question, parallel: Parallelism) -> float:
     """Compute the bytes that ZeRO 3 gathers: weights of two layers and gradients of one, or those of the head.
 
     FSDP2 frees the gathered weights of layers only; those of the embedding and the head stay. What is sent quantised
-    has buffers of its own.
+    has buffers of its own. In pipelines, ZeRO 2 has whole gradients of one layer, too, or those of the head.
     """
     sent = _quantised_bytes(question, parallel)
+    if parallel.zero_stage == 2 and parallel.pp > 1 and runs_here(question):
+        return _whole_gradients(question, parallel)
     if parallel.zero_stage < 3:
         return sent
     return sent + _gathered_bytes(question, parallel) + _shards_of_neighbours(question, parallel)
@@ -154,6 +157,13 @@ def _gathered_bytes(question: Question, parallel: Parallelism) -> float:
         kept = sizes.product * embedding * (1 if shape.tied or parallel.pp > 1 else 2)
         return max(layers, gradient * embedding) + kept
     return max(layers, (sizes.product + gradient) * embedding)
+
+
+def _whole_gradients(question: Question, parallel: Parallelism) -> float:
+    """Bytes of the gradients of the largest unit of a pipeline stage, from its backward until they are reduced."""
+    shape, product = question.shape, element_bytes(question).product
+    layers = max(_gathered_of_layer(part, parallel, 0, product) for part in shape.runs)
+    return max(layers, 0 if shape.adapters is not None else product * shape.vocab * shape.hidden / parallel.tp)
 
 
 def _gathered_of_layer(part: ModelShape, parallel: Parallelism, weight_bytes: int, gradient_bytes: int) -> float:

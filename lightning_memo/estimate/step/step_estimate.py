@@ -144,9 +144,9 @@ def step_seconds_of(question: Question, parallel: Parallelism, outcome: LayersEs
     """Return the time of a step."""
     sequences = question.batch_size // parallel.dp
     idle = idle_seconds(question, parallel, outcome.seconds - outside_seconds(question, parallel))
-    computing = sequences * outcome.seconds + idle + message_seconds(question, parallel)
+    computing, waiting = sequences * outcome.seconds, idle + message_seconds(question, parallel)
     synchronizing = data_parallel_seconds(question, parallel, computing)
-    return computing + synchronizing + optimizer_seconds(question, parallel)
+    return computing + waiting + synchronizing + optimizer_seconds(question, parallel)
 
 
 def _precision_notes(question: Question) -> list[str]:

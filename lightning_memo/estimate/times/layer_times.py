@@ -11,7 +11,7 @@ from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.precision_bytes import ElementBytes
 from lightning_memo.estimate.memory.device_weights import device_parameters, device_trained_parameters
 from lightning_memo.estimate.request.estimate_request import Question
-from lightning_memo.estimate.request.training_methods import METHOD_TRAITS, element_bytes, layer_kernels
+from lightning_memo.estimate.request.training_methods import METHOD_TRAITS, element_bytes, layer_kernels, runs_here
 from lightning_memo.estimate.times.expert_exchange import exchange_seconds
 from lightning_memo.estimate.times.memory_bound import traffic_of_layer
 from lightning_memo.parallel.zero.quantised_bytes import GRADIENT_BITS, WEIGHT_BITS, sent_bytes
@@ -216,37 +216,40 @@ def data_parallel_seconds(question: Question, parallel: Parallelism, compute_sec
 
     ZeRO 3 gathers weights for each forward and backward and reduces gradients after each backward. Computation hides
     this communication, except in the papers' DeepSpeed, as its times for short sequences show. Otherwise gradients are
-    reduced once per step, and weights are gathered once per step if the optimizer is sharded.
+    reduced once per step, and weights are gathered once per step if the optimizer is sharded. In this package's
+    pipelines, the backward of each micro-batch reduces gradients with ZeRO 2, too.
 
     Args:
         question: Question that was asked.
         parallel: Sizes of the parallelism.
-        compute_seconds: Computation time of all layers in a step.
+        compute_seconds: Time in a step in which the device computes.
     """
     weights, trained = (count(question.shape, parallel) for count in (device_parameters, device_trained_parameters))
     moves = [
-        _group_seconds(question, parallel, count, with_gradient, ranks, distance)
+        _moves(question, parallel, count, with_gradient, ranks, distance)
         for (count, ranks, distance), (with_gradient, _, _) in zip(
             weights.by_ranks(parallel), trained.by_ranks(parallel), strict=True
         )
     ]
-    if parallel.zero_stage < 3:
-        return sum(moves)
-    moving = question.batch_size // parallel.dp * sum(moves)
-    return moving if question.constants.published else max(moving - compute_seconds, 0.0)
+    once = sum(seconds for seconds, _ in moves)
+    moving = question.batch_size // parallel.dp * sum(seconds for _, seconds in moves)
+    return once + (moving if question.constants.published else max(moving - compute_seconds, 0.0))
 
 
-def _group_seconds(
+def _moves(
     question: Question, parallel: Parallelism, weights: float, trained: float, ranks: int, distance: int
-) -> float:
-    """Time to synchronize some weights: per sequence with ZeRO 3, otherwise per step."""
+) -> tuple[float, float]:
+    """Times to synchronize some weights: once in a step, and for each sequence."""
     exchange = _exchange(question, parallel, ranks)
     reduced = _exchange_seconds(question, exchange.gradient, trained, ranks, distance)
+    gathered = _exchange_seconds(question, exchange.weight, trained, ranks, distance)
+    if parallel.zero_stage == 2 and parallel.pp > 1 and runs_here(question):
+        return gathered, reduced
     if parallel.zero_stage < 3:
-        return reduced + _exchange_seconds(question, exchange.weight, trained, ranks, distance)
+        return reduced + gathered, 0.0
     near = min(question.zero_shard_size or ranks, ranks)  # experts are on fewer devices
     again = _exchange_seconds(question, exchange.weight, weights, near, distance)
-    return reduced + _exchange_seconds(question, exchange.weight, weights, ranks, distance) + again
+    return 0.0, reduced + _exchange_seconds(question, exchange.weight, weights, ranks, distance) + again
 
 
 def _exchange_seconds(question: Question, one: _Sent, count: float, ranks: int, distance: int) -> float:

@@ -6,14 +6,16 @@ returned its loss. What a training loop does between the two must not see them: 
 step. The gradients are therefore taken out of the parameters, and put back by the backward of the loss, multiplied by
 the gradient of the loss, which is any number: a loop divides losses by the number of batches of a step.
 
-With data or context parallelism, gradients are reduced over the processes that hold the same weights once for each
-optimizer step, in the backward of the loss of its last batch. Until then, each process has its own ones, whole.
+With data or context parallelism and ZeRO 0 or 1, gradients are reduced over the processes that hold the same weights
+once for each optimizer step, in the backward of the loss of its last batch. Until then, each process has its own ones,
+whole. With ZeRO 2 and 3, the backward of each micro-batch reduces them, and each process holds its shards. All
+processes must then multiply by the same number.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from lightning_memo.parallel.clip_gradients import resolve_partial
 from lightning_memo.parallel.local_tensors import local_part
-from lightning_memo.parallel.zero.unreduced_gradients import UnreducedGradient
+from lightning_memo.parallel.zero.gradient_places import GradientPlace
 
 
 class HeldGradients:
@@ -29,11 +31,12 @@ class HeldGradients:
 
     Args:
         places: Where backwards leave the gradients of parameters.
+        check_factor: Raises a `ValueError` if gradients cannot be multiplied by a number, the gradient of the loss.
     """
 
-    def __init__(self, places: Sequence[UnreducedGradient]) -> None:
-        self._places = places
-        self._held: list[tuple[UnreducedGradient, Tensor]] | None = None
+    def __init__(self, places: Sequence[GradientPlace], check_factor: Callable[[Tensor], None]) -> None:
+        self._places, self._check_factor = places, check_factor
+        self._held: list[tuple[GradientPlace, Tensor]] | None = None
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
@@ -63,6 +66,7 @@ class HeldGradients:
 
         Raises:
             RuntimeError: They were given before.
+            ValueError: The number is another one in other processes, and gradients have been reduced already.
         """
         held, self._held = self._held, None
         if held is None:
@@ -70,6 +74,7 @@ class HeldGradients:
                 "a second backward through the same graph (retain_graph) is not supported: sum the losses, or run a "
                 "forward for each"
             )
+        self._check_factor(factor)
         for place, gradient in held:
             part = local_part(gradient)
             part.mul_(factor)  # which is not rounded to the type of the gradients

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,6 +15,7 @@ from lightning_memo.parallel.batches.current_layout import CurrentLayout
 from lightning_memo.parallel.checkpoints.parameter_names import WHOLE_NAMES, WholeNames
 from lightning_memo.parallel.device_mesh import ends_group, pipeline_groups, readers_group
 from lightning_memo.parallel.parallel_sizes import ParallelSizes
+from lightning_memo.parallel.pipeline.batch_agreement import BatchAgreement
 from lightning_memo.parallel.pipeline.gather_stages import STAGE
 from lightning_memo.parallel.pipeline.pipelined_model import PipelinedModel, StageEngine
 from lightning_memo.parallel.pipeline.stage_forward import StageForward
@@ -23,8 +23,8 @@ from lightning_memo.parallel.pipeline.stage_messages import StageMessages
 from lightning_memo.parallel.pipeline.stage_modules import StagedModel
 from lightning_memo.parallel.pipeline.stage_order import most_in_flight
 from lightning_memo.parallel.pipeline.tied_weights import TiedWeights
-from lightning_memo.parallel.zero.unreduced_gradients import Gradients, unreduced_gradients
-from lightning_memo.parallel.zero.zero_sharding import accumulating
+from lightning_memo.parallel.zero.gradient_places import Gradients, gradient_places
+from lightning_memo.parallel.zero.units_in_flight import UnitsInFlight
 from lightning_memo.utils.find_layers import find_hugging_face
 
 
@@ -52,8 +52,8 @@ class Pipeline:
         current_layout: CurrentLayout,
         timeout: timedelta,
     ) -> None:
-        self._config, self._sizes, self._device, self._current = config, sizes, device, current_layout
-        self._readers = readers_group(mesh, timeout)
+        self._config, self._sizes, self._current = config, sizes, current_layout
+        self._agreement = BatchAgreement(readers_group(mesh, timeout), config.zero_stage, device)
         self._messages = StageMessages(pipeline_groups(mesh, timeout, 2 if sizes.blocks == 1 else 4), device)
         self.stage = self._messages.stage
         self._tied = TiedWeights(ends_group(mesh, timeout))
@@ -85,7 +85,8 @@ class Pipeline:
         """Return the model inside of a divided module, and what is to be called in place of its forward."""
         model = find_hugging_face(module)[0]
         forward: StageForward = getattr(model, STAGE)
-        gradients = self._gradients = unreduced_gradients(module)
+        zero_stage = self._config.zero_stage
+        gradients = self._gradients = gradient_places(module, reduced=zero_stage >= 2)
         self._run = PipelinedModel(
             model,
             forward,
@@ -93,8 +94,8 @@ class Pipeline:
             self._config.micro_batch_size,
             self._current,
             list(dict.fromkeys(gradients.values())),
-            most=self._most,
-            accumulating=functools.partial(accumulating, module, self._config.zero_stage),
+            units=UnitsInFlight(module, zero_stage),
+            agreement=self._agreement,
             after_backward=functools.partial(self._tied.add_gradients, gradients),
         )
         return model, self._run
@@ -121,9 +122,3 @@ class Pipeline:
     def holders(self, parameter: nn.Parameter) -> int:
         """Return the number of processes that hold a parameter or a part of it."""
         return self._sizes.stage_processes * (2 if parameter in self._tied else 1)
-
-    def _most(self, number: int) -> int:
-        """Return the largest number of any process of the pipeline."""
-        most = torch.tensor(number, device=self._device)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._readers)
-        return int(most.item())

@@ -10,7 +10,6 @@ same on all stages, these leave the call with one random state, whatever their l
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from lightning_memo.kernels.rng_state import RngState
 from lightning_memo.parallel.batches.current_layout import CurrentLayout
 from lightning_memo.parallel.batches.positions import largest_position
 from lightning_memo.parallel.batches.token_layout import TokenLayout
+from lightning_memo.parallel.pipeline.batch_agreement import BatchAgreement
 from lightning_memo.parallel.pipeline.batch_rows import batch_size, micro_batches_of
 from lightning_memo.parallel.pipeline.held_gradients import HeldGradients
 from lightning_memo.parallel.pipeline.stage_forward import StageEndError, StageForward
@@ -33,7 +33,8 @@ from lightning_memo.parallel.pipeline.stage_order import (
     one_by_one,
     training_order,
 )
-from lightning_memo.parallel.zero.unreduced_gradients import UnreducedGradient
+from lightning_memo.parallel.zero.gradient_places import GradientPlace
+from lightning_memo.parallel.zero.units_in_flight import UnitsInFlight
 from lightning_memo.utils.class_names import class_name
 
 _ABSENT = ("logits", "hidden_states", "attentions", "past_key_values")
@@ -112,8 +113,8 @@ class PipelinedModel:
         micro_batch_size: Rows of a micro-batch.
         current_layout: Holds the layout of the batch.
         gradients: Where backwards leave the gradients of parameters.
-        most: Returns the largest number of any process that computes the same sequences, on any stage.
-        accumulating: Returns a context in which backwards do not reduce gradients.
+        units: The units of FSDP2.
+        agreement: Compares numbers of the processes.
         after_backward: Called after the last backward of a batch, with its gradients in their places.
 
     Attributes:
@@ -129,19 +130,19 @@ class PipelinedModel:
         messages: StageMessages,
         micro_batch_size: int,
         current_layout: CurrentLayout,
-        gradients: Sequence[UnreducedGradient],
-        most: Callable[[int], int],
-        accumulating: Callable[[], contextlib.AbstractContextManager[None]],
+        gradients: Sequence[GradientPlace],
+        units: UnitsInFlight,
+        agreement: BatchAgreement,
         after_backward: Callable[[], None],
     ) -> None:
         self._model, self._forward, self._messages = model, forward, messages
         self._micro_batch_size, self._current, self._gradients = micro_batch_size, current_layout, gradients
-        self._most, self._accumulating, self._after_backward = most, accumulating, after_backward
+        self._units, self._agreement, self._after_backward = units, agreement, after_backward
         self._frozen: set[nn.Parameter] = set()
         self.engine: StageEngine | None = None
         self.before_backward: Callable[[], None] = lambda: None
         self.drops_gradients: Callable[[], bool] = lambda: False
-        self._alive: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
+        self._alive: dict[tuple[int, int], tuple[Tensor, Tensor | None, list[Any]]] = {}
 
     @property
     def _sizes(self) -> tuple[int, int]:
@@ -173,16 +174,17 @@ class PipelinedModel:
         before = RngState.capture(self._messages.device)
         run = functools.partial(self._run_action, forward, micro_batches, self._current.layout)
         self._alive.clear()
+        self._agreement.check_micro_batches(len(micro_batches), torch.is_grad_enabled())
         self._messages.begin(() if self._current.layout is None else self._current.layout.bounds_of_order)
         if not torch.is_grad_enabled():
             return PipelineOutput(self._share(self._run(forwards_only(len(micro_batches), *self._sizes), run), before))
         alone = self._profiles(micro_batches[0])
         order = one_by_one(len(micro_batches), self._forward.blocks) if alone else self._order(len(micro_batches))
-        held = HeldGradients(self._gradients)
+        held = HeldGradients(self._gradients, self._agreement.check_factor)
         if self.drops_gradients():
             for place in self._gradients:
                 place.grad = place.parameter.grad = None
-        with self._accumulating(), held.collecting():
+        with self._units.accumulating(), held.collecting():
             value = self._share(self._run(order, functools.partial(run, alone=alone)), before)
             self._after_backward()
         return PipelineOutput(held.loss(value))
@@ -222,7 +224,7 @@ class PipelinedModel:
         shards = 1 if self._current.layout is None else self._current.layout.shards
         frozen = {p for p in self._model.parameters() if not p.requires_grad}
         thawed, self._frozen = any(p.requires_grad for p in self._frozen), frozen
-        needed = self._most(2 if thawed else int(self.engine.profiles(rows, tokens // shards)))
+        needed = self._agreement.most(2 if thawed else int(self.engine.profiles(rows, tokens // shards)))
         if needed == 2:
             self.engine.profile_again()
         return needed > 0
@@ -296,16 +298,18 @@ class PipelinedModel:
         if loss is not None:
             hidden = loss
         if torch.is_grad_enabled():
-            self._alive[action.micro_batch, action.block] = hidden, received
+            self._alive[action.micro_batch, action.block] = hidden, received, self._units.take_forward()
         return None if loss is None else loss.detach()
 
     def _run_backward(self, action: StageAction) -> None:
-        hidden, received = self._alive.pop((action.micro_batch, action.block))
+        hidden, received, forward = self._alive.pop((action.micro_batch, action.block))
         gradient = None if self._ends(action) else self._messages.receive_gradient(hidden)
         if hidden.requires_grad:
             # As in plain training, where an autocast context of the training step has ended before the backward.
-            with torch.autocast(hidden.device.type, enabled=False):
+            with torch.autocast(hidden.device.type, enabled=False), self._units.backward(forward):
                 torch.autograd.backward(hidden, gradient)
+        for place in self._gradients:
+            place.add_up()
         if received is not None:
             own = received.grad if received.grad is not None else torch.zeros_like(received)
             self._messages.send_gradient(own)

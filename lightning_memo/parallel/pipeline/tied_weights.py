@@ -9,7 +9,7 @@ from torch import nn
 from lightning_memo.parallel.clip_gradients import resolve_partial
 from lightning_memo.parallel.local_tensors import local_part
 from lightning_memo.parallel.pipeline.stage_modules import StagedModel
-from lightning_memo.parallel.zero.unreduced_gradients import Gradients
+from lightning_memo.parallel.zero.gradient_places import Gradients
 
 
 class TiedWeights:
@@ -37,13 +37,12 @@ class TiedWeights:
         """Give both copies of each weight the sum of their gradients. Both stages call this.
 
         Args:
-            gradients: The gradients, before any other reduction.
+            gradients: The gradients, whole or this process's shards, which are those of the other copy.
         """
         for place in self._places:
             of = gradients[place]
             if of.parameter.requires_grad:
-                if of.grad is None:
-                    of.grad = of.zeros()
+                of.fill()
                 resolve_partial([of])
                 dist.all_reduce(local_part(of.grad), group=self._ends)
 

@@ -28,6 +28,7 @@ SIZES: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {"zero_stage": 3}),
     "tp2": (2, {"tensor_parallel_size": 2}),
     "pp2 x dp2 zero1": (4, {"pipeline_parallel_size": 2, "zero_stage": 1}),
+    "pp2 x dp2 zero3": (4, {"pipeline_parallel_size": 2, "zero_stage": 3}),
     "pp2 x tp2": (4, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
     "pp2 x cp2": (4, {"pipeline_parallel_size": 2, "context_parallel_size": 2}),
 }
@@ -37,6 +38,7 @@ CHAINS = [
     ("pp2 v2", "one"), ("one", "pp2 v2"), ("pp2 v2", "pp2"), ("pp3", "pp2 v2"), ("pp2 v2", "dp2"), ("dp2", "pp2 v2"),
     ("one", "pp2 v2 x dp2 zero1"), ("pp2 v2 x dp2 zero1", "pp2 v2"),
     ("pp2 x tp2", "one"), ("one", "pp2 x dp2 zero1"), ("tp2", "pp2 x tp2"),
+    ("pp2 x dp2 zero3", "one"), ("dp2", "pp2 x dp2 zero3"), ("pp2 x dp2 zero3", "pp2 x dp2 zero1"),
 ]  # fmt: skip
 
 
@@ -88,7 +90,7 @@ def _export(family: str, sizes: str, folder: str) -> Outcome:
 
 @slow_if(lambda family, sizes: family == "llama_gqa" or sizes != "pp2")
 @pytest.mark.parametrize("family", ["llama_gqa", "llama_tied"])
-@pytest.mark.parametrize("sizes", ["pp2", "pp2 v2", "pp2 x tp2", "pp2 x dp2 zero1"])
+@pytest.mark.parametrize("sizes", ["pp2", "pp2 v2", "pp2 x tp2", "pp2 x dp2 zero1", "pp2 x dp2 zero3"])
 def test_a_trained_model_is_exported(sizes: str, family: str, tmp_path: Path) -> None:
     outcomes: list[Outcome] = run_in_processes(SIZES[sizes][0], _export, family, sizes, str(tmp_path / "model"))
     trained = {name.removeprefix("model."): t for outcome in outcomes for name, t in outcome.weights.items()}

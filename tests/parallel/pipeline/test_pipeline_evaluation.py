@@ -75,6 +75,7 @@ def _loss_of(module: LanguageModel) -> float:
         (2, {}, "32-true"),
         pytest.param(2, {}, "bf16-mixed", marks=pytest.mark.slow),
         pytest.param(4, {"zero_stage": 1}, "32-true", marks=pytest.mark.slow),
+        pytest.param(4, {"zero_stage": 3}, "32-true", marks=pytest.mark.slow),
         pytest.param(4, {"tensor_parallel_size": 2}, "32-true", marks=pytest.mark.slow),
         pytest.param(4, {"context_parallel_size": 2}, "32-true", marks=pytest.mark.slow),
     ],

@@ -1,4 +1,4 @@
-"""The gradients of the last backwards, before they are reduced over the processes that hold the same weights."""
+"""Where the backwards of micro-batches leave gradients: before their reduction over processes, or behind it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_memo.parallel.local_tensors import local_part
 from lightning_memo.parallel.zero.zero_sharding import fsdp_units, parameter_groups
 
 
-class UnreducedGradient(Protocol):
-    """The gradient of a parameter on this process alone.
+class GradientPlace(Protocol):
+    """The gradient of a parameter, as backwards of micro-batches leave it.
 
     Attributes:
-        grad: The gradient, whole or a DTensor over tensor-parallel ranks; `None` before a backward.
+        grad: The gradient: of this process alone, whole or a DTensor over tensor-parallel ranks, or this process's
+            shard of the reduced one; `None` before a backward.
     """
 
     grad: Tensor | None
@@ -24,8 +26,11 @@ class UnreducedGradient(Protocol):
     def parameter(self) -> nn.Parameter:
         """The parameter, as optimizers have it."""
 
-    def zeros(self) -> Tensor:
-        """Return a gradient of zeros."""
+    def add_up(self) -> None:
+        """Add what the last backward has left to the sum of the earlier ones. Called after each backward."""
+
+    def fill(self) -> None:
+        """Make the gradient zeros if there is none."""
 
 
 class PlainGradient:
@@ -46,11 +51,15 @@ class PlainGradient:
     def grad(self, gradient: Tensor | None) -> None:
         self.parameter.grad = gradient
 
-    def zeros(self) -> Tensor:
-        return torch.zeros_like(self.parameter)
+    def add_up(self) -> None:
+        pass  # autograd does
+
+    def fill(self) -> None:
+        if self.grad is None:
+            self.grad = torch.zeros_like(self.parameter)
 
 
-class ShardedGradient:
+class UnreducedGradient:
     """The gradient of a parameter of FSDP2, which a backward without synchronization leaves in one of two places.
 
     Args:
@@ -81,18 +90,64 @@ class ShardedGradient:
         whole.grad = gradient if fits else None
         self._of.unsharded_accumulated_grad = None if fits else gradient
 
-    def zeros(self) -> Tensor:
-        return torch.zeros_like(self._of._unsharded_param, dtype=self._of.reduce_dtype)
+    def add_up(self) -> None:
+        pass  # FSDP2 does, in the dtype of reductions
+
+    def fill(self) -> None:
+        if self.grad is None:
+            self.grad = torch.zeros_like(self._of._unsharded_param, dtype=self._of.reduce_dtype)
 
 
-Gradients = dict[tuple[nn.Module, str], UnreducedGradient]
+class ReducedGradient:
+    """The gradient of a parameter of FSDP2 that each backward reduces. Shards in 16 bits are added up in fp32.
+
+    Args:
+        of: FSDP2's own description of the parameter.
+    """
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+        self._sum: Tensor | None = None
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        sharded: nn.Parameter = self._of.sharded_param
+        return sharded
+
+    @property
+    def grad(self) -> Tensor | None:
+        return self.parameter.grad if self._sum is None else self._sum
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        self._sum = None
+        self.parameter.grad = None if gradient is None else gradient.to(self.parameter.dtype)
+
+    def add_up(self) -> None:
+        gradient = self.parameter.grad
+        if gradient is None or gradient.dtype.itemsize >= torch.float32.itemsize:
+            return  # FSDP2 adds up in the dtype of the parameter
+        self.parameter.grad = None
+        if self._sum is None:
+            self._sum = gradient.float()
+        else:
+            local_part(self._sum).add_(local_part(gradient))
+
+    def fill(self) -> None:
+        if self.grad is None:
+            self.parameter.grad = torch.zeros_like(self.parameter)
+            self.add_up()
 
 
-def unreduced_gradients(module: nn.Module) -> Gradients:
-    """Return where backwards without synchronization leave gradients.
+Gradients = dict[tuple[nn.Module, str], GradientPlace]
+
+
+def gradient_places(module: nn.Module, reduced: bool) -> Gradients:
+    """Return where backwards of micro-batches leave gradients.
 
     Args:
         module: The module, whose weights have been sharded by FSDP2 or not at all.
+        reduced: Whether each backward reduces gradients.
 
     Returns:
         By module and name of the parameter in it. Names of one parameter have the same object.
@@ -100,7 +155,7 @@ def unreduced_gradients(module: nn.Module) -> Gradients:
     found: Gradients = {}
     for unit in fsdp_units(module):
         for of in _parameters_of(unit):
-            info, gradient = of._module_info, ShardedGradient(of)
+            info, gradient = of._module_info, ReducedGradient(of) if reduced else UnreducedGradient(of)
             names = [info.param_name, *info.shared_param_names]
             for home, name in zip([info.module, *info.shared_modules], names, strict=True):
                 found[home, name] = gradient
