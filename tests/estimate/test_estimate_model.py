@@ -11,11 +11,11 @@ from lightning_memo.estimate.inputs.constants import Constants, constants_of, re
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.inputs.precision_bytes import Precision
 from lightning_memo.estimate.inputs.presets import load_cluster, load_model
-from lightning_memo.estimate.memory.device_weights import device_parameters
+from lightning_memo.estimate.memory.device_weights import device_parameters, layer_weights
 from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import element_bytes
 from lightning_memo.estimate.step.activation_fractions import format_alpha
-from lightning_memo.estimate.step.device_bytes import device_state_bytes
+from lightning_memo.estimate.step.device_bytes import device_state_bytes, gathered_bytes
 from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs
 from lightning_memo.estimate.step.published_alpha import PUBLISHED_ALPHAS, published_alpha
 from lightning_memo.estimate.step.step_estimate import estimate
@@ -314,6 +314,38 @@ def test_gradients_of_micro_batches_wait_whole_in_fp32(precision: Precision, zer
     assert alone.parameters == {"bf16-true": 2, "bf16-mixed": 4 + 2, "32-true": 4}[precision] * weights
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "32-true"])
+def test_zero2_and_3_add_up_shards_of_gradients_in_fp32(precision: Precision) -> None:
+    parallel = replace(RING, tp=2, cp=2, pp=2, zero_stage=2)
+    question = ask(gpus=8, precision=precision, batch_size=8)
+    weights, sizes = device_parameters(question.shape, parallel).total, element_bytes(question)
+    two, three = (device_state_bytes(question, replace(parallel, zero_stage=stage)) for stage in (2, 3))
+    assert two.gradients == three.gradients == 4 * weights / 2
+    assert two.parameters == three.parameters + sizes.product * weights
+    # ZeRO 2 has the gradients of one layer or of the head whole, ZeRO 3 also the weights of two layers, and the head's.
+    of_head = sizes.product * question.shape.vocab * question.shape.hidden / 2
+    of_layer = sizes.product * layer_weights(question.shape, parallel).total
+    assert gathered_bytes(question, parallel) == max(of_head, of_layer)
+    expected = max(3 * of_layer, of_head) + of_head
+    assert gathered_bytes(question, replace(parallel, zero_stage=3)) == pytest.approx(expected)
+
+
+def test_micro_batches_of_zero2_and_3_send_gradients_each() -> None:
+    """So that a step takes longer where computation does not hide them."""
+    cluster = replace(load_cluster("h100"), network_bandwidth=1e6)
+    question = ask(gpus=16, batch_size=8, cluster=cluster, precision="bf16-true")
+    parallel = replace(RING, cp=1, dp=8, tp=1, pp=2)
+    once, each, again = (data_parallel_seconds(question, replace(parallel, zero_stage=s), 0.0) for s in (1, 2, 3))
+    assert once == pytest.approx(each)  # one sequence for each process
+    assert again > each
+    more = replace(question, batch_size=32)
+    reduced = (data_parallel_seconds(more, replace(parallel, zero_stage=2), 0.0) - each) / 3
+    assert data_parallel_seconds(more, replace(parallel, zero_stage=1), 0.0) == once > reduced > 0
+    assert data_parallel_seconds(more, replace(parallel, zero_stage=3), 0.0) == pytest.approx(4 * again)
+    hidden = data_parallel_seconds(more, replace(parallel, zero_stage=2), 1e9)
+    assert hidden == pytest.approx(each - reduced)  # the weights, which are gathered once
+
+
 def test_pipelines_in_mixed_precision_take_the_time_of_bf16_and_more_memory() -> None:
     mixed, pure = (
         estimate(ask(gpus=16, precision=precision, batch_size=8, seq_len=64 * 1024), replace(RING, pp=2))
@@ -327,10 +359,11 @@ def test_pipelines_in_mixed_precision_take_the_time_of_bf16_and_more_memory() ->
 @pytest.mark.parametrize(
     ("changes", "parallel", "message"),
     [
-        ({"precision": "bf16-true"}, replace(RING, pp=2, zero_stage=3), "pipelines run with ZeRO 0 and 1"),
+        ({"zero_communication": "int8"}, replace(RING, pp=2), "zero_communication=int8 rounds: pp must be 1"),
+        ({"zero_shard_size": 4}, replace(RING, pp=2, zero_stage=3), "without zero_shard_size=4: pp must be 1"),
         ({}, replace(RING, dp=2, virtual_pipeline_size=2), "virtual_pipeline_size=2 is for pipelines"),
     ],
-    ids=["zero", "blocks"],
+    ids=["quantised", "neighbours", "blocks"],
 )
 def test_what_does_not_run_beside_a_pipeline_is_not_estimated(
     changes: dict[str, object], parallel: Parallelism, message: str

@@ -18,8 +18,10 @@ from support.samples.collectives import GATHER, RUN, SCATTER, Collectives
 from support.samples.configurations import BOUND, CONFIGURATIONS
 from support.trainer_harness import LanguageModel
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_memo.engine import TestMode
+from lightning_memo.parallel.local_tensors import local_part
 from lightning_memo.parallel.pipeline.batch_agreement import BatchAgreement
 from lightning_memo.parallel.zero.gradient_places import ReducedGradient
 
@@ -39,21 +41,17 @@ def check(run: Run, settings: dict[str, Any], processes: int = 4, watch: Any = N
     return outcome.notes
 
 
-class WatchWholeGradients(Callback):
-    """Notes whether FSDP2 keeps whole gradients or whole weights of layers when a batch's backwards are over."""
+class WatchWhole(Callback):
+    """Counts whole gradients and whole weights of layers that FSDP2 keeps when the backwards of a batch are over."""
 
     def __init__(self) -> None:
         self.notes = {"gradients": 0, "weights": 0}
 
     def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
-        layers = [layer for layer in module.model.model.layers if hasattr(layer, "_get_fsdp_state")]
-        for of in (p for layer in layers for p in layer._get_fsdp_state()._fsdp_param_group.fsdp_params):
+        states = [layer._get_fsdp_state() for layer in module.model.model.layers if isinstance(layer, FSDPModule)]
+        for of in (p for state in states for p in state._fsdp_param_group.fsdp_params):
             self.notes["gradients"] += of.unsharded_accumulated_grad is not None or of._unsharded_param.grad is not None
-            self.notes["weights"] += (
-                of._unsharded_param._local_tensor.untyped_storage().size() > 0
-                if (hasattr(of._unsharded_param, "_local_tensor"))
-                else of._unsharded_param.untyped_storage().size() > 0
-            )
+            self.notes["weights"] += local_part(of._unsharded_param).untyped_storage().size() > 0
 
 
 @slow_if(lambda zero_stage, blocks, accumulate: (zero_stage, blocks, accumulate) not in {(2, 1, 2), (3, 2, 2)})
@@ -63,7 +61,7 @@ class WatchWholeGradients(Callback):
 def test_equals_one_process(zero_stage: int, blocks: int, accumulate: int) -> None:
     """No process has whole gradients after a batch, nor with ZeRO 3 whole weights of layers."""
     settings = {"zero_stage": zero_stage, "virtual_pipeline_size": blocks}
-    notes = check(run_of(accumulate=accumulate), settings, watch=WatchWholeGradients)
+    notes = check(run_of(accumulate=accumulate), settings, watch=WatchWhole)
     assert not any(notes["gradients"])
     assert not any(notes["weights"]) if zero_stage == 3 else all(notes["weights"])
 
@@ -141,7 +139,8 @@ def _train_with_own_factor(factors: tuple[float, float]) -> str | dict[str, Tens
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LanguageModel, "loss", loss)
         try:
-            return train(run_of(clip=0.0), {"pipeline_parallel_size": 2, "zero_stage": 2}).gradients
+            found = train(run_of(clip=0.0), {"pipeline_parallel_size": 2, "zero_stage": 2}).gradients
+            return {name: gradient.cpu() for name, gradient in found.items()}
         except ValueError as error:
             return str(error)
 
