@@ -3,5 +3,6 @@
 from transformer_engine.pytorch.ops import fuser  # noqa: F401  (loaded with the package)
 from transformer_engine.pytorch.ops.basic.layer_norm import LayerNorm
 from transformer_engine.pytorch.ops.basic.rmsnorm import RMSNorm
+from transformer_engine.pytorch.ops.fuser import OperationFuser
 
-__all__ = ["LayerNorm", "RMSNorm"]
+__all__ = ["LayerNorm", "OperationFuser", "RMSNorm"]
