@@ -28,7 +28,7 @@ _NEEDED_BY_KINDS: Final[dict[str, tuple[Any, ...]]] = {
     "schedule": ("auto", "layer", "nest"),
 }
 
-# The values of settings beside which TransformerEngine's modules compute in FP8.
+# The values of settings beside which TransformerEngine's modules compute in FP8; last what others of them need.
 _ALLOWED_IN_FP8: Final[dict[str, tuple[Any, ...]]] = {
     "context_parallel_size": (1,),
     "tensor_parallel_size": (1,),
@@ -36,10 +36,10 @@ _ALLOWED_IN_FP8: Final[dict[str, tuple[Any, ...]]] = {
     "pipeline_parallel_size": (1,),
     "zero_stage": (0,),
     "offload_state": (False,),
-    "slice_tokens": ("auto",),
-    "host_backed": ("auto", "none"),
     "storage": ("auto", "alpha"),
     "schedule": ("auto", "layer", "nest"),
+    "host_backed": ("auto", "none"),
+    "slice_tokens": ("auto",),
 }
 
 # The values of settings beside which a pipeline runs.
@@ -92,7 +92,6 @@ class MemoConfig:
     host_backed: str = "auto"
     storage: str = "auto"
     swap_precision: str = "exact"
-    transformer_engine_fp8: bool = False
     loss_chunk_tokens: int | str | None = "auto"
     layers: str | Sequence[str] | None = None
     attention: str = "auto"
@@ -133,8 +132,6 @@ class MemoConfig:
         for field in fields(self):
             if field.type == "bool" and not isinstance(getattr(self, field.name), bool):
                 raise ValueError(f"{field.name}={getattr(self, field.name)!r} is not a switch: give True or False")
-        if self.transformer_engine_fp8:
-            self._check_beside(_ALLOWED_IN_FP8, "transformer_engine_fp8=True", "transformer_engine_fp8=False")
         _check_size("device_memory", self.device_memory)
         _check_size("host_memory", self.host_memory)
         _check_size("spill_memory", self.spill_memory)
@@ -208,15 +205,21 @@ class MemoConfig:
                 f"pipeline_layers={list(layers)} contradicts pipeline_parallel_size={stages} x virtual_pipeline_size="
                 f"{self.virtual_pipeline_size}: give {every} numbers"
             )
-        self._check_beside(_ALLOWED_IN_PIPELINES, f"pipeline_parallel_size={stages}", "pipeline_parallel_size=1")
+        if name := self._first_other(_ALLOWED_IN_PIPELINES):
+            raise ValueError(
+                f"{name}={getattr(self, name)!r} is not supported with pipeline_parallel_size={stages}: set {name}="
+                f"{_ALLOWED_IN_PIPELINES[name][0]!r}, or pipeline_parallel_size=1"
+            )
 
-    def _check_beside(self, settings: Mapping[str, tuple[Any, ...]], given: str, otherwise: str) -> None:
-        for name, allowed in settings.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not supported with {given}: set {name}={allowed[0]!r}, or "
-                    f"{otherwise}"
-                )
+    def _first_other(self, allowed: Mapping[str, tuple[Any, ...]]) -> str:
+        """The name of the first setting whose value is not among those that are allowed; empty if there is none."""
+        return next((name for name, values in allowed.items() if getattr(self, name) not in values), "")
+
+    @property
+    def why_not_fp8(self) -> str:
+        """With which setting TransformerEngine's modules do not compute in FP8, and what to set; empty if they do."""
+        name = self._first_other(_ALLOWED_IN_FP8)
+        return f"{name}={getattr(self, name)!r}: set {name}={_ALLOWED_IN_FP8[name][0]!r}" if name else ""
 
     def _check_host_backed(self) -> None:
         _check_choice("host_backed", self.host_backed, HOST_BACKED)
@@ -247,20 +250,16 @@ class MemoConfig:
                 )
 
     def _check_kinds(self) -> None:
-        if name := self._contradicts_kinds():
+        if name := self._first_other(_NEEDED_BY_KINDS):
             raise ValueError(
                 f'{name}={getattr(self, name)!r} contradicts storage="kinds", which needs {name}='
                 f'{_NEEDED_BY_KINDS[name][0]!r}: set that, or storage="alpha"'
             )
 
-    def _contradicts_kinds(self) -> str:
-        """The name of a setting by which plans cannot name a place for each kind of tensor; empty if there is none."""
-        return next((name for name, known in _NEEDED_BY_KINDS.items() if getattr(self, name) not in known), "")
-
     @property
     def plans_kinds(self) -> bool:
         """Whether plans name a place for each kind of tensor, if there is one stack of layers that can be cut."""
-        return self.storage == "kinds" or (self.storage == "auto" and not self._contradicts_kinds())
+        return self.storage == "kinds" or (self.storage == "auto" and not self._first_other(_NEEDED_BY_KINDS))
 
     def _check_spill(self) -> None:
         _check_name("spill_path", self.spill_path, 'a folder on a local disk, like "/nvme/spill"')

@@ -199,9 +199,8 @@ class DistributedStrategy(CheckpointingStrategy):
         def layers() -> list[nn.Module]:
             return select_layers(model, self.config.layers, self.config.one_stack)
 
-        for name in ("context_parallel_size", "pipeline_parallel_size"):
-            if (size := getattr(self.config, name)) > 1:
-                refuse_fp8_at_calls(model, layers, f"{name}={size}", f"{name}=1", self._divided)
+        if max(self.config.context_parallel_size, self.config.pipeline_parallel_size) > 1:
+            refuse_fp8_at_calls(model, layers, self.config.why_not_fp8, self._divided)
         processes.divide_model(
             model,
             layers=layers,

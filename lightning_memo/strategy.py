@@ -98,8 +98,6 @@ class MemoStrategy(DistributedStrategy):
         swap_precision: How swapped activations are stored: "exact" as they are, "fp8" with 8 bits each and a scale for
             each block of 128. Layer inputs and what attention reads and returns stay exact. Gradients are then no
             longer those of plain training.
-        transformer_engine_fp8: Whether layers whose modules are TransformerEngine's may compute in FP8. Such layers run
-            whole. It has not run on a GPU.
         loss_chunk_tokens: Number of tokens whose logits exist at once. It applies to the loss of a Hugging Face model
             and to `F.cross_entropy(logits, ...)` in a training step. "auto" limits the logits to 512 MiB in fp32 (1024
             tokens with a vocabulary of 128K; shorter batches run without chunks). `None` computes all at once.
@@ -162,7 +160,6 @@ class MemoStrategy(DistributedStrategy):
         host_backed: str = "auto",
         storage: str = "auto",
         swap_precision: str = "exact",
-        transformer_engine_fp8: bool = False,
         loss_chunk_tokens: int | str | None = "auto",
         layers: str | Sequence[str] | None = None,
         attention: str = "auto",

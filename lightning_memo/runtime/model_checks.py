@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_memo.engine.forward.refuse_checkpointing import TURN_IT_OFF
 from lightning_memo.engine.fp8_modules.global_state import engine_modules, is_in_fp8
-from lightning_memo.engine.fp8_modules.supported_fp8 import is_norm
+from lightning_memo.engine.fp8_modules.supported_fp8 import is_norm, refused_beside
 from lightning_memo.parallel.zero.zero_sharding import gathers_itself
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face, find_stacks, select_stacks
@@ -153,7 +153,7 @@ def refuse_engine_shards(model: nn.Module) -> None:
 
 
 def refuse_fp8_at_calls(
-    model: nn.Module, layers: Callable[[], Iterable[nn.Module]], setting: str, otherwise: str, until: ExitStack
+    model: nn.Module, layers: Callable[[], Iterable[nn.Module]], why_not: str, until: ExitStack
 ) -> None:
     """Refuse TransformerEngine's FP8 whenever the model is called, in all processes alike.
 
@@ -163,18 +163,14 @@ def refuse_fp8_at_calls(
     Args:
         model: The model before it is divided, when all processes have the same modules.
         layers: Returns its layers, which are refused when they run.
-        setting: The setting with which FP8 is not supported.
-        otherwise: What to set instead.
+        why_not: The setting with which FP8 is not supported, and what to set.
         until: Ends this when it is closed.
     """
     found = [class_name(m) for m in engine_modules(model)]
 
     def refuse(*call: Any) -> None:
         if is_in_fp8():
-            raise ValueError(
-                f"{found[0]} is TransformerEngine's and runs in its FP8 autocast, which is not supported with "
-                f"{setting}: set {otherwise}, or leave the autocast out"
-            )
+            raise refused_beside(found[0], why_not)
 
     if not found:
         return
@@ -186,26 +182,6 @@ def refuse_fp8_at_calls(
 
 def _runs_by_liger(module: nn.Module) -> bool:
     return (getattr(module.forward, "__module__", None) or "").startswith("liger_kernel.")
-
-
-def announce_fp8_modules(layers: Iterable[nn.Module]) -> None:
-    """Say that FP8 of TransformerEngine has not run on a GPU.
-
-    Args:
-        layers: The layers.
-
-    Raises:
-        ValueError: No layer has a module of TransformerEngine.
-    """
-    if not any(map(engine_modules, layers)):
-        raise ValueError(
-            "transformer_engine_fp8=True is for layers with TransformerEngine's modules, and these have none: leave it "
-            "out"
-        )
-    rank_zero_info(
-        "lightning_memo: transformer_engine_fp8=True was tested on a CPU, with a stand-in for TransformerEngine, and "
-        "has not run on a GPU: compare the first losses with those of plain training."
-    )
 
 
 def announce_fused_loss(model: nn.Module) -> None:

@@ -16,7 +16,6 @@ from lightning_memo.engine.memory.spill_file import open_unnamed
 from lightning_memo.kernels.select_kernel import check_available
 from lightning_memo.profiler.measured_costs import host_budget
 from lightning_memo.runtime.model_checks import (
-    announce_fp8_modules,
     announce_fused_loss,
     announce_other_stacks,
     refuse_fsdp1,
@@ -75,8 +74,6 @@ def start_engine(
     refuse_sharded_parts(layers)
     if trains and config.loss_chunk_tokens is not None:
         announce_fused_loss(model)
-    if trains and config.transformer_engine_fp8:
-        announce_fp8_modules(layers)
     on_this_node = 1 if processes is None else processes.ranks.on_this_node
     settings = _requested(config, len(stacks), on_this_node, test_mode)
     sharing = None
@@ -109,6 +106,6 @@ def _requested(config: MemoConfig, stacks: int, on_this_node: int, test_mode: Te
         check_restored=config.check_restored,
         check_slices=config.check_slices,
         swap_precision=cast(SwapPrecision, config.swap_precision),
-        transformer_engine_fp8=config.transformer_engine_fp8,
+        why_not_fp8=config.why_not_fp8,
         host_limit=lambda: host_budget(config, 0, on_this_node),
     )

@@ -10,6 +10,7 @@ from typing import Any, Final, NoReturn
 from torch import nn
 
 from lightning_memo.engine.fp8_modules.global_state import PACKAGE, fp8_manager, is_in_fp8
+from lightning_memo.engine.fp8_modules.supported_fp8 import UNSUPPORTED
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.user_errors import RefusedAtAnyLength
 
@@ -80,9 +81,7 @@ def _forward(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwarg
     given = dict(zip(_FORWARD_ARGUMENTS, args, strict=False)) | kwargs
     for name in ("fp8_output", "fp8_grad"):
         if given.get(name) and is_in_fp8():
-            raise RefusedAtAnyLength(
-                f"transformer_engine_fp8=True does not support {class_name(module)} with {name}=True: leave {name} out"
-            )
+            raise RefusedAtAnyLength(f"{UNSUPPORTED} {class_name(module)} with {name}=True: leave {name} out")
     return forward(module, *args, **kwargs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from lightning_memo.engine.fp8_modules.global_state import (
 )
 from lightning_memo.utils.class_names import class_name
 
+UNSUPPORTED: Final = "in TransformerEngine's FP8, lightning_memo does not support"
 RECIPES: Final = ("DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling", "Float8BlockScaling")
 CLASSES: Final = ("Linear", "LayerNormLinear", "LayerNormMLP")
 NORMS: Final = ("LayerNorm", "RMSNorm")  # without quantizers, and with tokens apart
@@ -24,48 +26,68 @@ _KNOWN: Final = f"{', '.join((*CLASSES, NORMS[0]))} and {NORMS[1]}"
 _TAKE_OTHERS: Final = (
     "take PyTorch's instead, which Lightning's TransformerEnginePrecision keeps with replace_layers=False"
 )
-_TURN_ON: Final = (
-    "set MemoStrategy(transformer_engine_fp8=True), which has not run on a GPU, leave its autocast out, or take "
-    "torchao's float8 training"
-)
+# Recipes with which no layer has run on a GPU here.
+_NOT_RUN: Final = ("MXFP8BlockScaling",)
 
 
-def refuse_unsupported_fp8(layer: nn.Module, allowed: bool) -> None:
-    """Refuse a layer whose modules of TransformerEngine compute in FP8, unless that was asked for and is known to run.
+class Fp8Check:
+    """Refuses layers whose modules of TransformerEngine compute in FP8 in a way that is not supported.
 
     Args:
-        layer: The layer, which is about to run.
-        allowed: Whether the user has asked for it (`transformer_engine_fp8`).
-
-    Raises:
-        ValueError: It was not asked for, or the release, the recipe or a module is not supported.
+        why_not: With which setting layers do not compute in FP8, and what to set; empty if they do.
     """
-    modules = engine_modules(layer) if is_in_fp8() else []
-    if not modules:
-        return
-    name = class_name(layer)
-    if not allowed:
-        if unknown := next((m for m in modules if not _is_known(m)), None):
+
+    def __init__(self, why_not: str) -> None:
+        self._why_not = why_not
+        self._warned = False
+
+    def check(self, layer: nn.Module) -> None:
+        """Refuse a layer that is about to run, and warn once of a recipe that has not run on a GPU.
+
+        Args:
+            layer: The layer.
+
+        Raises:
+            ValueError: It would run in FP8, and the release, the recipe, a module or a setting is not supported.
+        """
+        modules = engine_modules(layer) if is_in_fp8() else []
+        if not modules:
+            return
+        if why := why_other_version():
             raise ValueError(
-                f"{class_name(unknown)} of {name} is TransformerEngine's and runs in its FP8 autocast, in which only "
-                f"{_KNOWN} are supported: {_TAKE_OTHERS}"
+                f"layers in TransformerEngine's FP8 run more than once, which needs its state, but {why}: install a "
+                "known one, or leave its autocast out"
             )
-        if scaled := next((m for m in modules if not is_norm(m)), None):
-            raise ValueError(
-                f"{class_name(scaled)} of {name} is TransformerEngine's and computes in FP8, which changes its scales "
-                f"in each forward, but lightning_memo runs layers more than once: {_TURN_ON}"
+        if why := _why_not_recipe():
+            raise ValueError(f"{UNSUPPORTED} {why}")
+        for m in modules:
+            if why := _why_not_module(m):
+                raise ValueError(f"{UNSUPPORTED} {class_name(m)} of {class_name(layer)} {why}")
+        if self._why_not:
+            raise refused_beside(class_name(modules[0]), self._why_not)
+        self._warn_of_recipe()
+
+    def _warn_of_recipe(self) -> None:
+        if not self._warned and (kind := type(_recipe()).__name__) in _NOT_RUN:
+            self._warned = True
+            warnings.warn(
+                f"lightning_memo: {kind} of TransformerEngine was tested on a CPU, with a stand-in for its kernels, "
+                "and has not run on a GPU: compare the first losses with those of plain training.",
+                stacklevel=5,
             )
-        raise ValueError(
-            f"{class_name(modules[0])} of {name} is TransformerEngine's and runs in its FP8 autocast, whose state "
-            f"changes in each forward, but lightning_memo runs layers more than once: {_TURN_ON}"
-        )
-    if why := why_other_version():
-        raise ValueError(f"transformer_engine_fp8=True reads TransformerEngine's state, but {why}: install a known one")
-    if why := _why_not_recipe():
-        raise ValueError(f"transformer_engine_fp8=True does not support {why}")
-    for m in modules:
-        if why := _why_not_module(m):
-            raise ValueError(f"transformer_engine_fp8=True does not support {class_name(m)} of {name} {why}")
+
+
+def refused_beside(name: str, why: str) -> ValueError:
+    """Return the error for FP8 beside a setting.
+
+    Args:
+        name: The class of a module of TransformerEngine, which would run.
+        why: The setting, and what to set.
+    """
+    return ValueError(
+        f"{name} is TransformerEngine's and runs in its FP8 autocast, which is not supported with {why}, "
+        "or leave the autocast out"
+    )
 
 
 def why_scaled_by_engine(module: nn.Module) -> str:
@@ -84,15 +106,20 @@ def is_norm(module: nn.Module) -> bool:
 
 def fp8_form() -> str:
     """Return by which recipe modules of TransformerEngine compute now; empty if not in FP8."""
+    return f"{_recipe()}" if is_in_fp8() else ""
+
+
+def _recipe() -> Any:
+    """Return the recipe of the active autocast."""
     manager = fp8_manager()
-    return f"{manager.get_fp8_recipe()}" if manager is not None and is_in_fp8() else ""
+    assert manager is not None
+    return manager.get_fp8_recipe()
 
 
 def _why_not_recipe() -> str:
     """Return what is not supported of the active autocast, and what to do; empty if all of it is."""
-    manager = fp8_manager()
+    manager, recipe = fp8_manager(), _recipe()
     assert manager is not None
-    recipe = manager.get_fp8_recipe()
     kind = type(recipe).__name__
     if manager.is_fp8_calibration():
         return "calibration, which notes maxima without FP8: leave calibrating out of the autocast"
@@ -159,7 +186,7 @@ def _is_known(m: nn.Module) -> bool:
 def _why_not_module(m: nn.Module) -> str:
     """Return what is not supported of a module of TransformerEngine, and what to do; empty if all of it is."""
     if not _is_known(m):
-        return f"in FP8, only {_KNOWN}: {_TAKE_OTHERS}"
+        return f"(known are {_KNOWN}): {_TAKE_OTHERS}"
     if is_norm(m):
         return ""
     return next((what for what, has in _UNSUPPORTED if has(m)), "")

@@ -13,7 +13,7 @@ from lightning_memo.artifacts.swap_plan import Schedule
 from lightning_memo.engine.forward.collected_outputs import collecting_nothing
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.fp8_modules.norms import lock_channels
-from lightning_memo.engine.fp8_modules.supported_fp8 import fp8_form, refuse_unsupported_fp8, why_scaled_by_engine
+from lightning_memo.engine.fp8_modules.supported_fp8 import Fp8Check, fp8_form, why_scaled_by_engine
 from lightning_memo.engine.modules.layer_probe import BackendOf, LayerTraits, probe_layer
 from lightning_memo.engine.modules.low_precision_scales import why_scaled_together
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
@@ -48,6 +48,7 @@ class LayerClasses:
         self._why_scaled: str | None = None
         self._backend_of = backend_of
         self._settings = settings
+        self._fp8 = Fp8Check(settings.why_not_fp8)
         self.agreed = LayerTraits("")
         self._proofs = LocalityProofs(layers)
         self._numbers: dict[int, tuple[object, int]] = {}
@@ -103,7 +104,7 @@ class LayerClasses:
             ValueError: The layer may mix tokens outside of attention, and tokens are divided over processes; or the
                 layer cannot run more than once, or not in FP8.
         """
-        refuse_unsupported_fp8(call.layer, self._settings.transformer_engine_fp8)
+        self._fp8.check(call.layer)
         lock_channels(call.layer, self._layers)
         functions = named_values(call.layer).present_functions()
         attributes = ModuleAttributes.of(call.layer.named_modules(), functions)

@@ -36,7 +36,8 @@ class RequestedSettings:
         check_restored: Whether tensors that return to the device are compared with what left it.
         swap_precision: "fp8" if swapped activations are compressed where that is possible, otherwise "exact".
         check_slices: Whether layers in slices are compared with whole layers while training.
-        transformer_engine_fp8: Whether layers with modules of TransformerEngine may compute in FP8.
+        why_not_fp8: With which setting layers with modules of TransformerEngine do not compute in FP8, and what to set;
+            empty if they do.
         host_limit: Returns the host bytes that the profiled step may use. What needs more stays on the device.
     """
 
@@ -52,7 +53,7 @@ class RequestedSettings:
     check_restored: bool = False
     check_slices: bool = True
     swap_precision: SwapPrecision = "exact"
-    transformer_engine_fp8: bool = False
+    why_not_fp8: str = ""
     host_limit: Callable[[], float] = lambda: math.inf
 
     def check(self, traits: LayerTraits, tokens: int, by_slices: bool) -> None:

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.architectures.fp8_models import InFp8, blocks_of, line_of, recipe_of, strategy, trained
-from support.trainer_harness import LanguageModel
+from support.architectures.fp8_models import FromThirdStep, InFp8, blocks_of, line_of, recipe_of, strategy, trained
 from torch import Tensor, nn
-from typing_extensions import override
 
 pytestmark = [pytest.mark.usefixtures("own_folder")]
 
@@ -29,14 +27,6 @@ class _Borrowing(nn.Module):
         return x + self.calls(nn.functional.gelu(self.inner(x)))
 
 
-class _Later(InFp8):
-    """A module that computes in FP8 from the third step on."""
-
-    @override
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        return LanguageModel.loss(self, batch) if self.global_step < 2 else super().loss(batch)
-
-
 def _borrowing(held: str, owns: bool, kind: str = "Linear") -> nn.Module:
     te = sys.modules["transformer_engine.pytorch"]
     shared = te.Linear(32, 32) if kind == "Linear" else getattr(te.ops, kind)(32)
@@ -46,17 +36,10 @@ def _borrowing(held: str, owns: bool, kind: str = "Linear") -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("held", "owns", "allowed"),
-    [("itself", False, False), ("itself", False, True), ("closure", False, False), ("list", True, True)],
-)
-@pytest.mark.parametrize("kind", [InFp8, _Later])
-def test_modules_of_others_are_refused(te: Any, kind: Any, held: str, owns: bool, allowed: bool) -> None:
-    module = kind(recipe_of("delayed"), lambda: _borrowing(held, owns))
-    if not owns and allowed:  # checked before the first step
-        assert "these have none" in line_of(module, alpha=1.0)
-        return
-    line = line_of(module, transformer_engine_fp8=allowed, alpha=1.0, max_steps=4)
+@pytest.mark.parametrize(("held", "owns"), [("itself", False), ("closure", False), ("list", True)])
+@pytest.mark.parametrize("kind", [InFp8, FromThirdStep])
+def test_modules_of_others_are_refused(te: Any, kind: Any, held: str, owns: bool) -> None:
+    line = line_of(kind(recipe_of("delayed"), lambda: _borrowing(held, owns)), alpha=1.0, max_steps=4)
     assert line.startswith("_Borrowing calls Linear, which is TransformerEngine's and computes in FP8, but is none of")
 
 
@@ -66,14 +49,13 @@ def test_modules_of_others_are_refused(te: Any, kind: Any, held: str, owns: bool
 def test_operations_of_others_are_refused(te: Any, kind: str, held: str, owns: bool) -> None:
     """The first module of an autocast may be one, and would not be it any more after a look at the layer."""
     module = InFp8(recipe_of("delayed"), lambda: _borrowing(held, owns, kind))
-    line = line_of(module, transformer_engine_fp8=owns, alpha=1.0)
+    line = line_of(module, alpha=1.0)
     assert line.startswith(
         f"_Borrowing calls {kind}, which is TransformerEngine's and runs in its FP8 autocast, but is"
     )
 
 
 def test_operations_of_others_run_without_fp8(te: Any) -> None:
-    settings = {"transformer_engine_fp8": False, "alpha": 0.0}
     _, expected = trained(None, InFp8(None, lambda: _borrowing("list", False, "RMSNorm")), max_steps=3)
-    _, found = trained(strategy(**settings), InFp8(None, lambda: _borrowing("list", False, "RMSNorm")), max_steps=3)
+    _, found = trained(strategy(), InFp8(None, lambda: _borrowing("list", False, "RMSNorm")), max_steps=3)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

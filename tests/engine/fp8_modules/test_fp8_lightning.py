@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,30 +11,18 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.precision import transformer_engine as fabric
 from lightning.pytorch.plugins import TransformerEnginePrecision
-from lightning_utilities.core.imports import RequirementCache
 from support.architectures.fp8_models import EngineBlock, blocks_of, recipe_of, scales_in, strategy, trained
 from support.devices import DEVICE
 from support.families import FAMILIES, PlainBlock
 from support.markers.slow import slow_if
 from support.processes import run_in_processes
-from support.trainer_harness import LanguageModel, Sequences, fit, loader, make_trainer
-from support.transformer_engine_stand_in import stand_in
+from support.trainer_harness import LanguageModel, Sequences, loader, make_trainer
+from support.transformer_engine_stand_in import find_in, stand_in
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 pytestmark = [pytest.mark.usefixtures("own_folder", "installed")]
-
-
-def find_in(folder: Path) -> None:
-    """Let Lightning find metadata of TransformerEngine in a folder. It looks for them once in a process."""
-    info = folder / "transformer_engine-2.20.2.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.20.2\n")
-    sys.path.insert(0, str(folder))
-    fabric._TRANSFORMER_ENGINE_AVAILABLE = RequirementCache("transformer_engine>=0.11.0")
-    assert fabric._TRANSFORMER_ENGINE_AVAILABLE
-    sys.path.remove(str(folder))
 
 
 @pytest.fixture
@@ -147,14 +134,6 @@ def test_data_parallel_processes_train_as_plainly(tmp_path: Path) -> None:
 
 
 # ---- in one line
-
-
-def test_the_plugin_needs_the_switch(te: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"^Linear of PlainBlock is TransformerEngine's and .* set MemoStrategy"
-    ) as caught:
-        fit("memo", LanguageModel(_plain_blocks), max_steps=1, precision="transformer-engine")
-    assert "\n" not in str(caught.value)
 
 
 def test_lightning_refuses_the_flag_for_strategies_of_this_type(te: Any) -> None:

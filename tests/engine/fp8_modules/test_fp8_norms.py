@@ -130,13 +130,12 @@ def _mixing(replaced: str) -> Callable[[], nn.Module]:
 def test_forwards_of_users_are_not_taken_for_norms(te: Any, replaced: str) -> None:
     _, expected = trained(None, InFp8(None, lambda: blocks_of(_mixing(replaced))), max_steps=3)
     module = InFp8(None, lambda: blocks_of(_mixing(replaced)))
-    result, found = trained(strategy(alpha=0.5, transformer_engine_fp8=False), module, max_steps=3)
+    result, found = trained(strategy(alpha=0.5), module, max_steps=3)
     assert result.plan.swap.whole_layers
     compare(found, expected)
 
 
-def test_norms_in_fp8_need_the_switch(te: Any) -> None:
-    line = line_of(InFp8(recipe_of("current"), lambda: blocks_of(_NormsOnly)), transformer_engine_fp8=False)
-    assert line.startswith("RMSNorm of _NormsOnly is TransformerEngine's and runs in its FP8 autocast, whose state")
-    line = line_of(InFp8(recipe_of("current"), lambda: blocks_of(_NormedBlock)), transformer_engine_fp8=False)
-    assert line.startswith("LayerNormLinear of _NormedBlock is TransformerEngine's and computes in FP8")
+def test_norms_in_fp8_are_refused_beside_settings(te: Any) -> None:
+    """In its autocast, they have a part in its state."""
+    line = line_of(InFp8(recipe_of("current"), lambda: blocks_of(_NormsOnly)), slice_tokens=16)
+    assert line.startswith("RMSNorm is TransformerEngine's and runs in its FP8 autocast, which is not supported with")

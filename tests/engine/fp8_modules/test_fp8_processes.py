@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.architectures.fp8_models import InFp8, Scales, blocks_of, engine, recipe_of, scales_in
+from support.architectures.fp8_models import InFp8, Scales, blocks_of, engine, recipe_of, recipes, scales_in
 from support.devices import DEVICE
 from support.processes import run_in_processes
 from support.trainer_harness import Sequences, make_trainer
@@ -36,7 +36,7 @@ def _train(alpha: float | None) -> Noted:
 
 def _by_strategy(alpha: float) -> Noted:
     module, scales = InFp8(recipe_of("delayed")), Scales()
-    strategy = MemoStrategy(alpha=alpha, plan_memory=False, transformer_engine_fp8=True)
+    strategy = MemoStrategy(alpha=alpha, plan_memory=False)
     trainer = make_trainer(
         strategy, devices=dist.get_world_size(), callbacks=[scales], max_steps=STEPS, use_distributed_sampler=False
     )
@@ -75,8 +75,8 @@ def test_data_parallel_processes_have_the_scales_of_plain_training(alpha: float)
 def _alone() -> list[list[Tensor]]:
     """Train without the other process's rows: histories are others then, so that the comparison means something."""
     with stand_in():
-        module, scales = InFp8(engine().DelayedScaling(amax_history_len=4, reduce_amax=False), blocks_of), Scales()
-        strategy = MemoStrategy(alpha=0.0, plan_memory=False, transformer_engine_fp8=True)
+        module, scales = InFp8(recipes().DelayedScaling(amax_history_len=4, reduce_amax=False), blocks_of), Scales()
+        strategy = MemoStrategy(alpha=0.0, plan_memory=False)
         trainer = make_trainer(
             strategy, devices=dist.get_world_size(), callbacks=[scales], max_steps=1, use_distributed_sampler=False
         )
@@ -93,7 +93,7 @@ def _run(max_steps: int, ckpt_path: str | None, save_to: str | None) -> tuple[li
     """Train on one batch, as Lightning starts a loader from its beginning. Returns losses and scales."""
     with stand_in():
         module = InFp8(recipe_of("delayed"))
-        strategy = MemoStrategy(alpha=0.0, plan_memory=False, transformer_engine_fp8=True)
+        strategy = MemoStrategy(alpha=0.0, plan_memory=False)
         trainer = make_trainer(
             strategy, devices=dist.get_world_size(), max_steps=max_steps, use_distributed_sampler=False
         )

@@ -9,57 +9,36 @@ from typing import Any
 
 import pytest
 import torch
-from support.architectures.fp8_models import EngineBlock, InFp8, blocks_of, line_of, recipe_of, strategy, trained
-from support.trainer_harness import LanguageModel, fit, listening, loader, make_trainer
+from support.architectures.fp8_models import (
+    EngineBlock,
+    FromThirdStep,
+    GatedBlock,
+    InFp8,
+    blocks_of,
+    line_of,
+    manager,
+    recipe_of,
+    recipes,
+    strategy,
+    trained,
+)
+from support.trainer_harness import LanguageModel, fit, loader, make_trainer
 from torch import Tensor, nn
 from typing_extensions import override
-
-from lightning_memo import MemoStrategy
 
 pytestmark = [pytest.mark.usefixtures("own_folder")]
 
 
-def test_it_is_off_by_default(te: Any) -> None:
-    line = line_of(InFp8(recipe_of("delayed")), transformer_engine_fp8=False)
-    assert line.startswith("LayerNormLinear of EngineBlock is TransformerEngine's and computes in FP8")
-    assert "transformer_engine_fp8=True" in line and "has not run on a GPU" in line
-    te.FP8GlobalStateManager.reset()
-    result = fit(strategy(transformer_engine_fp8=False, alpha=0.5), InFp8(None), max_steps=2)
-    assert result.losses == fit("auto", InFp8(None), max_steps=2).losses
-
-
-def test_a_line_says_that_it_has_not_run_on_a_gpu(te: Any) -> None:
-    with listening() as heard:
-        fit(strategy(), InFp8(recipe_of("current")), max_steps=1)
-    assert sum("transformer_engine_fp8=True" in line and "has not run on a GPU" in line for line in heard) == 1
-
-
-def test_layers_without_its_modules_are_refused() -> None:
-    assert "these have none" in line_of(LanguageModel("block"))
-
-
-class _Derived(EngineBlock):
-    """A block whose linear module is one of a derived class."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        kind = type("Own", (type(self.out),), {"__module__": __name__})
-        self.out = kind(32, 32)
-        self.qkv, self.mlp = nn.Linear(32, 96), nn.Linear(32, 32)
-
-
-def test_derived_classes_are_known(te: Any) -> None:
-    module = InFp8(recipe_of("delayed"), lambda: blocks_of(_Derived))
-    assert line_of(module, transformer_engine_fp8=False).startswith("Own of _Derived is TransformerEngine's")
-
-
 # ---- recipes and releases
 
-RECIPES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "other": (lambda te: te.NVFP4BlockScaling(), "the recipe NVFP4BlockScaling: give DelayedScaling"),
-    "attention": (lambda te: te.DelayedScaling(fp8_dpa=True), "DelayedScaling with fp8_dpa=True: leave fp8_dpa out"),
+RECIPES: dict[str, tuple[Callable[[], Any], str]] = {
+    "other": (lambda: recipes().NVFP4BlockScaling(), "the recipe NVFP4BlockScaling: give DelayedScaling"),
+    "attention": (
+        lambda: recipes().DelayedScaling(fp8_dpa=True),
+        "DelayedScaling with fp8_dpa=True: leave fp8_dpa out",
+    ),
     "backward": (
-        lambda te: te.MXFP8BlockScaling(backward_override="dequantized"),
+        lambda: recipes().MXFP8BlockScaling(backward_override="dequantized"),
         "MXFP8BlockScaling with backward_override='dequantized'",
     ),
 }
@@ -68,7 +47,7 @@ RECIPES: dict[str, tuple[Callable[[Any], Any], str]] = {
 @pytest.mark.parametrize("case", RECIPES)
 def test_other_recipes_are_refused(te: Any, case: str) -> None:
     make, told = RECIPES[case]
-    assert told in line_of(InFp8(make(te)))
+    assert told in line_of(InFp8(make()))
 
 
 def test_calibration_is_refused(te: Any) -> None:
@@ -101,22 +80,20 @@ def test_other_releases_are_refused(te: Any, monkeypatch: pytest.MonkeyPatch, ve
 
 @pytest.mark.parametrize("name", ["get_autocast_state", "quantization_state.autocast_depth"])
 def test_a_release_without_a_name_that_is_needed_is_refused(te: Any, monkeypatch: Any, name: str) -> None:
-    manager, own = te.FP8GlobalStateManager, name.rpartition(".")[2]
+    owner, own = manager(), name.rpartition(".")[2]
     if own == name:
         entered = te.autocast(recipe=recipe_of("delayed"))
-        monkeypatch.delattr(manager, name)
-        monkeypatch.setattr(type(entered), "__enter__", lambda self: manager.autocast_enter(enabled=True))
+        monkeypatch.delattr(owner, name)
+        monkeypatch.setattr(type(entered), "__enter__", lambda self: owner.autocast_enter(enabled=True))
         monkeypatch.setattr(type(entered), "__exit__", lambda self, *error: None)
     else:
-        state = {
-            field: getattr(manager.quantization_state, field) for field in type(manager.quantization_state).__slots__
-        }
+        state = {field: getattr(owner.quantization_state, field) for field in type(owner.quantization_state).__slots__}
         del state[own]
-        monkeypatch.setattr(manager, "quantization_state", type("State", (), state)())
+        monkeypatch.setattr(owner, "quantization_state", type("State", (), state)())
         monkeypatch.setattr(
-            manager, "autocast_enter", lambda **given: setattr(manager.quantization_state, "fp8_enabled", True)
+            owner, "autocast_enter", lambda **given: setattr(owner.quantization_state, "fp8_enabled", True)
         )
-        monkeypatch.setattr(manager, "autocast_exit", lambda *given, **more: None)
+        monkeypatch.setattr(owner, "autocast_exit", lambda *given, **more: None)
     assert f"FP8GlobalStateManager of release 2.20.2 has no {name}" in line_of(InFp8(recipe_of("delayed")))
 
 
@@ -143,6 +120,13 @@ class _Cached(EngineBlock):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(x, is_first_microbatch=True)
+
+
+def _derived() -> nn.Module:
+    """Return a block whose linear module is one of a derived class."""
+    block = _linear(tp_size=2)()
+    block.out.__class__ = type("Own", (type(block.out),), {"__module__": __name__})
+    return block
 
 
 def _with_fp8_weights() -> nn.Module:
@@ -186,10 +170,11 @@ class _QuantizingGradients(EngineBlock):
 
 
 BLOCKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "kind": (_grouped, "GroupedLinear of EngineBlock in FP8, only Linear, LayerNormLinear, LayerNormMLP, LayerNorm"),
-    "operation": (_operation, "Linear of EngineBlock in FP8, only Linear, LayerNormLinear, LayerNormMLP, LayerNorm"),
-    "output": (_Quantizing, "does not support Linear with fp8_output=True: leave fp8_output out"),
-    "gradient": (_QuantizingGradients, "does not support Linear with fp8_grad=True: leave fp8_grad out"),
+    "kind": (_grouped, "GroupedLinear of EngineBlock (known are Linear, LayerNormLinear, LayerNormMLP, LayerNorm and"),
+    "operation": (_operation, "Linear of EngineBlock (known are Linear, LayerNormLinear, LayerNormMLP, LayerNorm and"),
+    "derived": (_derived, "Own of EngineBlock with its own tensor or sequence parallelism"),
+    "output": (_Quantizing, "Linear with fp8_output=True: leave fp8_output out"),
+    "gradient": (_QuantizingGradients, "Linear with fp8_grad=True: leave fp8_grad out"),
     "checkpoint": (lambda: EngineBlock(checkpoint=True), "LayerNormMLP of EngineBlock with checkpoint=True"),
     "delayed": (_linear(delay_wgrad_compute=True), "leave fuse_wgrad_accumulation and delay_wgrad_compute out"),
     "fused": (_linear(fuse_wgrad_accumulation=True), "leave fuse_wgrad_accumulation and delay_wgrad_compute out"),
@@ -200,17 +185,11 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-def test_an_unknown_module_is_told_before_the_switch(te: Any) -> None:
-    module = InFp8(recipe_of("delayed"), lambda: blocks_of(_grouped))
-    line = line_of(module, transformer_engine_fp8=False)
-    assert line.startswith("GroupedLinear of EngineBlock is TransformerEngine's and runs in its FP8 autocast, in which")
-    assert "replace_layers=False" in line and "transformer_engine_fp8=True" not in line
-
-
 @pytest.mark.parametrize("case", BLOCKS)
 def test_other_modules_are_refused(te: Any, case: str) -> None:
     build, told = BLOCKS[case]
-    assert told in line_of(InFp8(recipe_of("delayed"), lambda: blocks_of(build)))
+    line = line_of(InFp8(recipe_of("delayed"), lambda: blocks_of(build)))
+    assert line.startswith("in TransformerEngine's FP8, lightning_memo does not support ") and told in line
 
 
 # ---- contexts
@@ -240,10 +219,8 @@ class _Checkpointing(EngineBlock):
         return sys.modules["transformer_engine.pytorch"].checkpoint(super().forward, x)
 
 
-@pytest.mark.parametrize("allowed", [True, False])
-def test_a_layer_does_not_enter_the_autocast_itself(te: Any, allowed: bool) -> None:
-    module = InFp8(None, lambda: blocks_of(_Entering))
-    assert "enter it around the model instead" in line_of(module, transformer_engine_fp8=allowed)
+def test_a_layer_does_not_enter_the_autocast_itself(te: Any) -> None:
+    assert "enter it around the model instead" in line_of(InFp8(None, lambda: blocks_of(_Entering)))
 
 
 def test_a_layer_may_leave_the_autocast(te: Any) -> None:
@@ -272,16 +249,34 @@ def test_its_own_checkpointing_is_refused(te: Any) -> None:
 
 # ---- settings
 
-OTHERS: dict[str, Any] = {
-    "context_parallel_size": 2, "pipeline_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel_size": 2,
-    "zero_stage": 3, "offload_state": True, "slice_tokens": 16, "storage": "kinds",
-}  # fmt: skip
+# What is given, and which of it is named. Other ways need several processes: see `test_fp8_parallel.py`.
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "zero": ({"zero_stage": 3}, "zero_stage=3: set zero_stage=0"),
+    "offloaded": ({"offload_state": True}, "offload_state=True: set offload_state=False"),
+    "slices": ({"slice_tokens": 16, "host_backed": "none"}, "slice_tokens=16: set slice_tokens='auto'"),
+    "streamed": ({"slice_tokens": 16, "host_backed": "attention"}, "host_backed='attention': set host_backed='auto'"),
+    "kinds": (
+        {"alpha": "auto", "storage": "kinds", "device_memory": "1.1MiB", "host_memory": "100KiB"},
+        "storage='kinds': set storage='auto'",
+    ),
+}
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_settings_that_cut_or_share_layers_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name}=.* is not supported with transformer_engine_fp8=True: set {name}="):
-        MemoStrategy(transformer_engine_fp8=True, **{name: OTHERS[name]})
+@pytest.mark.parametrize("case", OTHERS)
+def test_settings_that_cut_or_share_layers_are_refused(te: Any, case: str) -> None:
+    settings, told = OTHERS[case]
+    assert line_of(InFp8(recipe_of("current")), **settings) == (
+        "LayerNormLinear is TransformerEngine's and runs in its FP8 autocast, which is not supported with "
+        f"{told}, or leave the autocast out"
+    )
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_they_are_refused_when_fp8_begins(te: Any, case: str) -> None:
+    settings, told = OTHERS[case]
+    module = FromThirdStep(recipe_of("current"), lambda: blocks_of(GatedBlock))
+    assert told in line_of(module, max_steps=4, **settings)
+    assert len(module.losses) == 2
 
 
 def test_layers_are_not_cut_if_slices_are_asked_for_later(te: Any) -> None:
@@ -331,10 +326,10 @@ def test_a_step_that_ran_out_of_memory_runs_again_with_the_same_scales(te: Any, 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_failing_layer_leaves_the_state_usable(te: Any, where: str) -> None:
     trainer = make_trainer(strategy(alpha=0.5))
-    te.FP8GlobalStateManager.reset()
+    manager().reset()
     with pytest.raises(RuntimeError, match="a layer has failed"):
         trainer.fit(_Failing(where, RuntimeError("a layer has failed")), loader())
-    state = te.FP8GlobalStateManager.quantization_state
+    state = manager().quantization_state
     assert state.autocast_depth == 0 and not state.fp8_enabled
     _, expected = trained(None, InFp8(recipe_of("delayed")), max_steps=3)
     _, found = trained(strategy(alpha=0.5), InFp8(recipe_of("delayed")), max_steps=3)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.architectures.fp8_models import recipe_of
+from support.architectures.fp8_models import manager, recipe_of
 from support.devices import DEVICE
 from support.paths import ROOT
 from torch import Tensor
@@ -38,7 +38,7 @@ def documented(kind: str, recipe: str) -> dict[torch.dtype, float]:
 
 def saved(te: Any, kind: str, recipe: str, rows: int) -> Counter[torch.dtype]:
     """Return the bytes of all that a module saves, by dtype."""
-    te.FP8GlobalStateManager.reset()
+    manager().reset()
     module = getattr(te, kind)(*SIZES.get(kind, (HIDDEN,))).to(DEVICE, torch.bfloat16)
     x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
     found: Counter[torch.dtype] = Counter()

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.architectures.fp8_models import EngineBlock, InFp8, blocks_of, engine, recipe_of, scales_in, trained
-from support.families import FAMILIES, VOCABULARY, PlainBlock
+from lightning.pytorch import Callback
+from support.architectures.fp8_models import (
+    EngineBlock,
+    FromThirdStep,
+    GatedBlock,
+    InFp8,
+    blocks_of,
+    engine,
+    manager,
+    recipe_of,
+    scales_in,
+    trained,
+)
+from support.families import FAMILIES, VOCABULARY
 from support.markers.slow import slow_if
-from support.trainer_harness import LanguageModel, batches, loader
+from support.trainer_harness import batches, loader
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
@@ -19,7 +32,7 @@ from lightning_memo import MemoStrategy
 
 pytestmark = [pytest.mark.usefixtures("own_folder")]
 
-SETTINGS = {"plan_memory": False, "check_restored": True, "transformer_engine_fp8": True}
+SETTINGS = {"plan_memory": False, "check_restored": True}
 
 
 def strategy(alpha: float, **settings: Any) -> MemoStrategy:
@@ -42,22 +55,23 @@ def test_whole_layers_train_bit_by_bit_as_plainly(te: Any, recipe: str, alpha: f
     compare(found, expected)
 
 
+@pytest.mark.parametrize(("recipe", "lines"), [("mxfp8", 1), ("blocks", 0)])
+def test_one_line_names_a_recipe_that_has_not_run_on_a_gpu(te: Any, recipe: str, lines: int) -> None:
+    """When the first layer computes by it."""
+    module = FromThirdStep(recipe_of(recipe))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trained(strategy(0.5), module, max_steps=4)
+    told = [str(w.message) for w in caught if "has not run on a GPU" in str(w.message)]
+    assert len(told) == lines and all("MXFP8BlockScaling of TransformerEngine" in line for line in told)
+
+
 class _TwiceAtOnce(InFp8):
     """Sums the losses of two forwards, after the first of which the scales are updated."""
 
     @override
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         return super().loss(batch) + super().loss({name: t.flip(0, 1) for name, t in batch.items()})
-
-
-class _TurnedOn(InFp8):
-    """Computes in FP8 from the third step on."""
-
-    @override
-    def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        if self.global_step < 2:
-            return LanguageModel.loss(self, batch)
-        return super().loss(batch)
 
 
 class _Evaluated(InFp8):
@@ -97,7 +111,7 @@ def _mixed() -> nn.Module:
 CASES: dict[str, tuple[type[InFp8], Any, dict[str, Any]]] = {
     "accumulated": (InFp8, blocks_of, {"accumulate_grad_batches": 2, "max_steps": 3}),
     "two forwards": (_TwiceAtOnce, blocks_of, {}),
-    "turned on": (_TurnedOn, blocks_of, {"max_steps": 5}),
+    "turned on": (FromThirdStep, blocks_of, {"max_steps": 5}),
     "half precision": (InFp8, blocks_of, {"precision": "bf16-mixed"}),
     "weights in half precision": (InFp8, blocks_of, {"precision": "bf16-true"}),
     "another recipe between": (_Evaluated, blocks_of, {"max_steps": 5}),
@@ -152,25 +166,35 @@ def test_a_resumed_run_has_the_scales_of_one_that_was_not_interrupted(te: Any, t
     )
 
 
-class _GatedBlock(PlainBlock):
-    """A block that calls its module of TransformerEngine in FP8 only, which no attribute tells."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.more = engine().Linear(32, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)
-        return x + self.more(x) if engine().FP8GlobalStateManager.is_fp8_enabled() else x
-
-
 def test_layers_that_were_cut_run_whole_in_fp8(te: Any) -> None:
     """One scale covers all tokens, and slices would have others."""
-    losses = trained(None, _TurnedOn(recipe_of("current"), lambda: blocks_of(_GatedBlock)), max_steps=4)[0].losses
-    module = _TurnedOn(recipe_of("current"), lambda: blocks_of(_GatedBlock))
-    with pytest.warns(UserWarning, match="Linear of _GatedBlock computes in TransformerEngine's FP8.*as one slice now"):
+    losses = trained(None, FromThirdStep(recipe_of("current"), lambda: blocks_of(GatedBlock)), max_steps=4)[0].losses
+    module = FromThirdStep(recipe_of("current"), lambda: blocks_of(GatedBlock))
+    with pytest.warns(UserWarning, match="Linear of GatedBlock computes in TransformerEngine's FP8.*as one slice now"):
         result, _ = trained(strategy(0.5), module, max_steps=4)
     assert not result.plan.swap.whole_layers
+    assert result.losses == pytest.approx(losses, rel=1e-6)
+
+
+class _ByKind(Callback):
+    """Notes after each batch whether the plan names places for kinds of tensors."""
+
+    def __init__(self) -> None:
+        self.noted: list[bool] = []
+
+    @override
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.noted.append(trainer.strategy.plan.swap.storage is not None)
+
+
+def test_a_plan_by_kinds_ends_when_fp8_begins(te: Any) -> None:
+    """Places for kinds of tensors are those of layers that can be cut."""
+    losses = trained(None, FromThirdStep(recipe_of("current"), lambda: blocks_of(GatedBlock)), max_steps=5)[0].losses
+    module, by_kind = FromThirdStep(recipe_of("current"), lambda: blocks_of(GatedBlock)), _ByKind()
+    auto = MemoStrategy(device_memory="1.1MiB", host_memory="100KiB", **SETTINGS)
+    with pytest.warns(UserWarning, match="as one slice now"):
+        result, _ = trained(auto, module, max_steps=5, callbacks=[by_kind])
+    assert by_kind.noted == [True] * 3 + [False] * 2  # a new plan follows the third step
     assert result.losses == pytest.approx(losses, rel=1e-6)
 
 
@@ -220,7 +244,7 @@ def saved_bytes(te: Any, recipe: str) -> dict[torch.dtype, int]:
     block, found = EngineBlock(), dict[torch.dtype, int]()
     x = torch.randn(2, 32, 32, requires_grad=True)
     known = {t.untyped_storage()._cdata for t in (x, *block.parameters())}
-    te.FP8GlobalStateManager.reset()
+    manager().reset()
 
     def pack(t: Tensor) -> Tensor:
         if t.untyped_storage()._cdata not in known:
@@ -277,7 +301,7 @@ def test_objects_of_dropped_tensors_hold_no_memory(te: Any, alpha: float | None,
 def test_lists_of_histories_have_the_modules_only(te: Any, alpha: float) -> None:
     """Neither probes nor recomputations leave entries, which processes would reduce in every step."""
     trained(strategy(alpha), InFp8(recipe_of("delayed")), max_steps=3)
-    state = te.FP8GlobalStateManager.quantization_state
+    state = manager().quantization_state
     assert {len(amaxes) for amaxes in state.global_amax_buffer.values()} == {12}
     assert len(state.global_amax_buffer) == 2 and state.autocast_depth == 0
     assert not state.fp8_tensors_recompute_buffer

@@ -1,4 +1,4 @@
-"""Models of TransformerEngine's modules, of the stand-in that is loaded, and what is compared of their training."""
+"""Models of modules of the TransformerEngine that is loaded, or of its stand-in, and what is compared of training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
-from support.families import PlainModel
+from support.families import PlainBlock, PlainModel
 from support.samples.callbacks import Gradients
 from support.trainer_harness import LanguageModel, fit, loader, plain
 
@@ -23,6 +23,16 @@ LAYERS, HIDDEN, HEADS = 4, 32, 4
 def engine() -> Any:
     """Return `transformer_engine.pytorch`."""
     return sys.modules["transformer_engine.pytorch"]
+
+
+def manager() -> Any:
+    """Return `FP8GlobalStateManager`."""
+    return sys.modules["transformer_engine.pytorch.quantization"].FP8GlobalStateManager
+
+
+def recipes() -> Any:
+    """Return the module of the recipes."""
+    return sys.modules["transformer_engine.common.recipe"]
 
 
 class EngineBlock(nn.Module):
@@ -43,6 +53,18 @@ class EngineBlock(nn.Module):
         return x + self.mlp(x)
 
 
+class GatedBlock(PlainBlock):
+    """A block that calls its module of TransformerEngine in FP8 only, which no attribute tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = engine().Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x + self.more(x) if manager().is_fp8_enabled() else x
+
+
 def blocks_of(kind: Callable[[], nn.Module] = EngineBlock, layers: int = LAYERS) -> nn.Module:
     """Return a model of several blocks."""
     return PlainModel([kind() for _ in range(layers)])
@@ -50,17 +72,16 @@ def blocks_of(kind: Callable[[], nn.Module] = EngineBlock, layers: int = LAYERS)
 
 def recipe_of(name: str) -> Any:
     """Return a recipe by its name: "delayed", "most_recent", "unfused", "current", "mxfp8", "mxfp8_2d" or "blocks"."""
-    te = engine()
     if name == "current":
-        return te.Float8CurrentScaling()
+        return recipes().Float8CurrentScaling()
     if name == "mxfp8":
-        return te.MXFP8BlockScaling()
+        return recipes().MXFP8BlockScaling()
     if name == "mxfp8_2d":
-        return te.MXFP8BlockScaling(enable_2d_quantization=True)
+        return recipes().MXFP8BlockScaling(enable_2d_quantization=True)
     if name == "blocks":
-        return te.Float8BlockScaling()
+        return recipes().Float8BlockScaling()
     algorithms: dict[str, Any] = {"delayed": "max", "most_recent": "most_recent", "unfused": lambda h: h.amax(0)}
-    return te.DelayedScaling(amax_history_len=4, amax_compute_algo=algorithms[name])
+    return recipes().DelayedScaling(amax_history_len=4, amax_compute_algo=algorithms[name])
 
 
 class InFp8(LanguageModel):
@@ -74,6 +95,14 @@ class InFp8(LanguageModel):
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         with engine().autocast(enabled=self.recipe is not None, recipe=self.recipe):
             return super().loss(batch)
+
+
+class FromThirdStep(InFp8):
+    """A module that computes in FP8 from the third step on."""
+
+    @override
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return LanguageModel.loss(self, batch) if self.global_step < 2 else super().loss(batch)
 
 
 class Scales(Callback):
@@ -99,19 +128,20 @@ def scales_in(module: nn.Module) -> Iterator[Tensor]:
 
 def trained(strategy: Any, module: LanguageModel, data: Any = None, **settings: Any) -> tuple[Any, list[Tensor]]:
     """Train, and return the result, and all that has to be bit-equal: losses, gradients, weights, scales, histories."""
-    engine().FP8GlobalStateManager.reset()
+    manager().reset()
     gradients, scales = Gradients(), Scales()
     train: Callable[..., Any] = plain if strategy is None else lambda *a, **k: fit(strategy, *a, **k)
     callbacks = [gradients, scales, *settings.pop("callbacks", ())]
     result = train(module, loader() if data is None else data, callbacks=callbacks, **settings)
     weights = [p.detach().clone() for p in module.parameters()]
     noted = [t for step in scales.noted for t in step]
-    return result, [torch.tensor(result.losses), *gradients.last.values(), *weights, *noted]
+    compared = [torch.tensor(result.losses), *gradients.last.values(), *weights, *noted]
+    return result, [t.cpu() for t in compared]  # some strategies leave the weights on the device
 
 
 def strategy(**settings: Any) -> MemoStrategy:
-    """Return a strategy that trains in TransformerEngine's FP8."""
-    return MemoStrategy(**{"alpha": 0.0, "plan_memory": False, "transformer_engine_fp8": True} | settings)
+    """Return a strategy that recomputes all layers, unless `settings` say otherwise."""
+    return MemoStrategy(**{"alpha": 0.0, "plan_memory": False} | settings)
 
 
 def line_of(module: LanguageModel, max_steps: int = 3, **settings: Any) -> str:

@@ -14,6 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+from lightning.fabric.plugins.precision import transformer_engine as fabric
+from lightning_utilities.core.imports import RequirementCache
+
 NAME = "transformer_engine"
 FOLDER = Path(__file__).parent
 
@@ -36,3 +39,14 @@ def stand_in() -> Iterator[ModuleType]:
         for name in _loaded():
             del sys.modules[name]
         sys.modules.update(before)
+
+
+def find_in(folder: Path) -> None:
+    """Let Lightning find metadata of TransformerEngine in a folder. It looks for them once in a process."""
+    info = folder / "transformer_engine-2.20.2.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.20.2\n")
+    sys.path.insert(0, str(folder))
+    fabric._TRANSFORMER_ENGINE_AVAILABLE = RequirementCache("transformer_engine>=0.11.0")
+    assert fabric._TRANSFORMER_ENGINE_AVAILABLE
+    sys.path.remove(str(folder))

@@ -303,3 +303,11 @@ def get_fp8_torch_dtype(fp8_recipe: Any, fprop_tensor: bool = True) -> torch.dty
 
 def _has_delayed_scaling_state(fp8_meta: dict[str, Any]) -> bool:
     return fp8_meta["recipe"].delayed()
+
+
+def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Return whether the device computes in FP8. Here, any device does, by all recipes."""
+    return (True, "") if return_reason else True
+
+
+is_mxfp8_available = is_fp8_block_scaling_available = is_fp8_available
