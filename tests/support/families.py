@@ -71,11 +71,11 @@ class PlainBlock(nn.Module):
 class PlainModel(nn.Module):
     """Embedding, a list of blocks, head and loss, with the signature of Hugging Face models."""
 
-    def __init__(self, blocks: Sequence[nn.Module], causal_argument: bool = False) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], causal_argument: bool = False, hidden: int = 32) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 32)
+        self.embed = nn.Embedding(VOCABULARY, hidden)
         self.blocks = nn.ModuleList(blocks)
-        self.head = nn.Linear(32, VOCABULARY)
+        self.head = nn.Linear(hidden, VOCABULARY)
         self.causal_argument = causal_argument
 
     def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> object:
