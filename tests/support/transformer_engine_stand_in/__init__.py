@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,7 @@ def stand_in() -> Iterator[ModuleType]:
 
 def find_in(folder: Path) -> None:
     """Let Lightning find metadata of TransformerEngine in a folder. It looks for them once in a process."""
+    folder = folder / str(os.getpid())  # another process may write at the same time
     info = folder / "transformer_engine-2.20.2.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.20.2\n")
