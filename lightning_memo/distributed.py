@@ -136,7 +136,7 @@ class DistributedStrategy(CheckpointingStrategy):
             self._processes = Processes(self.config, self.root_device, self._timeout or default_pg_timeout)
         self._device_mesh = self.lightning_module._device_mesh = self._processes.mesh
         if not isinstance(self.precision_plugin, MeshPrecision):
-            self.precision_plugin = MeshPrecision(self.precision_plugin, self.root_device)
+            self.precision_plugin = MeshPrecision(self.precision_plugin, self.root_device, self.config.zero_stage)
 
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:  # type: ignore[override]

@@ -7,13 +7,15 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memo.parallel.clip_gradients import clip_by_norm, clip_by_value, resolve_partial
+from lightning_memo.parallel.zero.zero_sharding import fsdp_units
 
 
 class MeshPrecision(Precision):
@@ -24,17 +26,18 @@ class MeshPrecision(Precision):
     Args:
         inner: Plugin for the user's precision, to which everything else is delegated.
         device: Device on which collectives run.
+        zero_stage: ZeRO stage.
 
     Attributes:
         holders: Returns the number of ranks that hold a parameter or a part of it; `None` if all do.
     """
 
-    def __init__(self, inner: Precision, device: torch.device) -> None:
+    def __init__(self, inner: Precision, device: torch.device, zero_stage: int) -> None:
         super().__init__()
         self.precision = inner.precision
         # Autocast would cast again what FSDP2 has already cast.
         self._inner = Precision() if isinstance(inner, MixedPrecision) else inner
-        self._device = device
+        self._device, self._zero_stage = device, zero_stage
         self.holders: Callable[[nn.Parameter], int] | None = None
 
     @property
@@ -64,6 +67,10 @@ class MeshPrecision(Precision):
 
     @override
     def post_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
+        # With ZeRO 2, whole weights are the parameters until the next micro-batch, and shards have the gradients.
+        if self._zero_stage == 2 and _sees_gradients(module):
+            for unit in fsdp_units(module):
+                unit.reshard()
         resolve_partial(module.parameters())
         return super().post_backward(tensor, module)
 
@@ -77,3 +84,10 @@ class MeshPrecision(Precision):
 
     def _trained(self, optimizer: Optimizer) -> Iterable[nn.Parameter]:
         return self.main_params(optimizer)
+
+
+def _sees_gradients(module: LightningModule) -> bool:
+    """Return whether a hook of a user is called behind each backward. Those of this package leave gradients alone."""
+    name, own = "on_after_backward", f"{__name__.partition('.')[0]}."
+    callbacks = [c for c in module.trainer.callbacks if not type(c).__module__.startswith(own)]
+    return is_overridden(name, module) or any(is_overridden(name, c, parent=Callback) for c in callbacks)

@@ -91,3 +91,29 @@ def test_weights_are_gathered_for_backwards_that_come(family: str, forwards: int
     notes = train_together(2, run, {"zero_stage": 3, "alpha": 0.5}, watch=Collectives).notes
     for counts in notes["counts"]:
         assert counts[GATHER] == (1 + forwards + backwards) * RUN.accumulate
+
+
+class HalvedGradients(Callback):
+    """Halves the gradients that it sees behind each backward, and notes their number."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, Any] = {"seen": []}
+
+    @override
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        self.notes["seen"].append(len(gradients))
+        for gradient in gradients:
+            gradient.mul_(0.5)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_hooks_see_gradients_between_micro_batches(stages: int) -> None:
+    """With ZeRO 2, too, for which FSDP2 keeps whole weights in the places of the parameters."""
+    settings = {"alpha": 0.5, "pipeline_parallel_size": stages}
+    first, second = (
+        train_together(2 * stages, RUN, {**settings, "zero_stage": stage}, watch=HalvedGradients) for stage in (1, 2)
+    )
+    assert first.notes["seen"] == second.notes["seen"]
+    assert all(seen and min(seen) == max(seen) > 0 for seen in second.notes["seen"])
+    assert max(second.worst_error(first).values()) <= 1e-6
