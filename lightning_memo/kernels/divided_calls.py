@@ -2,9 +2,9 @@
 
 Note: [Largest calls]
 FlashAttention-2, also as PyTorch's own kernel, sums dq in fp32 `[batch, queries, heads, head_dim]`, and computes
-offsets in it with 32 bits. Beyond 2^31 elements, its gradients are wrong without a word, or the GPU reports an illegal
-memory access; its forward is right. Each sequence takes up to 127 more queries there, and heads have padded sizes.
-cuDNN's backward is wrong there as well (measured with 9.19).
+offsets in it with 32 bits. Beyond 2^31 elements, gradients of later rows and documents are wrong without a word, or the
+GPU reports an illegal memory access; its forward is right. Each sequence takes up to 127 more queries there, and heads
+have padded sizes. cuDNN's backward is wrong as well, also for a single row (measured with 9.19).
 """
 
 from __future__ import annotations
@@ -47,6 +47,17 @@ class CallPart:
         return replace(spec, lengths=lengths, documents=documents)
 
 
+def is_too_large(q: Tensor, v: Tensor, spec: AttentionSpec) -> bool:
+    """Return whether a call has more than `LARGEST_CALL` elements.
+
+    Args:
+        q: Queries, `[batch, heads, queries, head_dim]`.
+        v: Values.
+        spec: The keys that each query sees.
+    """
+    return q.shape[0] * q.shape[1] * _elements_of_head(q, v, spec) > LARGEST_CALL
+
+
 def parts_of_call(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> list[CallPart]:
     """Return the calls that a call is divided into, each of at most `LARGEST_CALL` elements or of one head.
 
@@ -57,9 +68,7 @@ def parts_of_call(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> list[
         spec: The keys that each query sees.
     """
     batch, heads, key_heads = q.shape[0], q.shape[1], k.shape[1]
-    sequences = max(map(len, spec.documents or ()), default=1)
-    of_head = _padded_queries(q.shape[2], sequences) * _padded_size(max(q.shape[3], v.shape[3]))
-    most = max(LARGEST_CALL // of_head, 1)
+    most = max(LARGEST_CALL // _elements_of_head(q, v, spec), 1)
     if most < heads:
         of_heads = list(_parts_of_heads(heads, key_heads, most))
         return [CallPart(slice(row, row + 1), *each) for row in range(batch) for each in of_heads]
@@ -68,13 +77,12 @@ def parts_of_call(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> list[
     return [CallPart(each, slice(0, heads), slice(0, key_heads)) for each in rows]
 
 
-def _padded_queries(queries: int, sequences: int) -> int:
-    return (queries + _BLOCK * sequences - 1) // _BLOCK * _BLOCK
-
-
-def _padded_size(head_dim: int) -> int:
-    unit = 32 if head_dim <= 128 else 64
-    return -(-head_dim // unit) * unit
+def _elements_of_head(q: Tensor, v: Tensor, spec: AttentionSpec) -> int:
+    sequences = max(map(len, spec.documents or ()), default=1)
+    queries = (q.shape[2] + _BLOCK * sequences - 1) // _BLOCK * _BLOCK
+    size = max(q.shape[3], v.shape[3])
+    unit = 32 if size <= 128 else 64
+    return queries * -(-size // unit) * unit
 
 
 def _parts_of_heads(heads: int, key_heads: int, most: int) -> Iterator[tuple[slice, slice]]:

@@ -14,7 +14,7 @@ from lightning_memo.kernels.attention_kernel import AttentionBackend, AttentionS
 from lightning_memo.kernels.blockwise_attention import BlockwiseAttention
 from lightning_memo.kernels.cpu_flash import CpuFlash
 from lightning_memo.kernels.cudnn import CudnnSdpa
-from lightning_memo.kernels.divided_calls import DividedCalls, parts_of_call
+from lightning_memo.kernels.divided_calls import DividedCalls, is_too_large
 from lightning_memo.kernels.flash_attention import AtenFlash
 from lightning_memo.kernels.packages.flash_attn_packages import FlashAttn, FlashAttn3, FlashAttn4
 from lightning_memo.kernels.packages.kernel_packages import FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4, TRANSFORMER_ENGINE
@@ -76,7 +76,7 @@ def select_backend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, choice:
     is_flash = q.device.type != "cpu" and not isinstance(backend, (Replay, BlockwiseAttention))
     if spec.documents is not None and backend.blocks:
         backend = PackedDocuments(backend)
-    return DividedCalls(backend) if is_flash and len(parts_of_call(q, k, v, spec)) > 1 else backend
+    return DividedCalls(backend) if is_flash and is_too_large(q, v, spec) else backend
 
 
 def candidate_kernels(
