@@ -15,6 +15,7 @@ if not torch.cuda.is_available():  # Lightning imports Triton, which then reads 
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import hypothesis
+import torch.distributed as dist
 from hydra.core.global_hydra import GlobalHydra
 from lightning.pytorch import seed_everything
 from support.benchmark_modules import benchmark_modules
@@ -88,6 +89,14 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def seed():
     seed_everything(0, verbose=False)
+
+
+@pytest.fixture(autouse=True)
+def no_process_group():
+    """Lightning leaves the process group of a trainer to the end of the process, where the next test would meet it."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session", autouse=True)

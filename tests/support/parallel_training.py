@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import peft
 import torch
@@ -20,6 +21,7 @@ from typing_extensions import override
 
 from lightning_memo import MemoStrategy
 from lightning_memo.parallel.clip_gradients import total_norm
+from lightning_memo.profiler import measured_costs
 from support.families import BALANCED, FAMILIES, VOCABULARY
 from support.processes import run_in_processes
 from support.trainer_harness import LanguageModel, make_trainer
@@ -336,6 +338,27 @@ def _without_padding(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     batch = default_collate(rows)
     longest = int(batch["attention_mask"].sum(1).max())
     return {name: t[:, :longest] for name, t in batch.items()}
+
+
+class WatchAlpha(Callback):
+    """Notes alpha. Copies take no time, so that the host's bytes alone decide, on a busy machine too."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, Any] = {}
+        self._fast_copies = mock.patch.object(measured_costs, "copy_bandwidth", return_value=(1e15, 1e15))
+
+    def on_train_start(self, *_: Any) -> None:
+        self._fast_copies.start()
+
+    def on_train_end(self, *_: Any) -> None:
+        self._fast_copies.stop()
+
+    def on_exception(self, *_: Any) -> None:
+        self._fast_copies.stop()
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        swap = trainer.strategy.plan.swap
+        self.notes = {"alpha": swap.alpha, "storage": swap.storage}
 
 
 def train_together(size: int, run: Run, settings: dict[str, Any], after: Any = None, watch: Any = None) -> Outcome:

@@ -7,15 +7,14 @@ process of plain PyTorch, and gradients are clipped.
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from support.devices import DEVICE, skip_ring_on_cuda
 from support.markers.slow import slow_if
-from support.parallel_training import Run, train_alone, train_together
+from support.parallel_training import Run, WatchAlpha, train_alone, train_together
 from support.processes import ProcessError, run_in_processes
 from support.samples.configurations import BOUND, CONFIGURATIONS
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -23,7 +22,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from lightning_memo import MemoStrategy
 from lightning_memo.engine import TestMode
 from lightning_memo.parallel.pipeline.stage_messages import StageMessages
-from lightning_memo.profiler import measured_costs as costs
 
 PARTS = ("loss", "norm", "gradients", "weights")
 STEPS = 3
@@ -60,27 +58,6 @@ class CountReductions(Callback):
     def _counted(self, *args: Any, **kwargs: Any) -> Any:
         self.notes["reductions"] += 1
         return self._reduce(*args, **kwargs)
-
-
-class WatchAlpha(Callback):
-    """Notes alpha. Copies take no time, so that the host's bytes alone decide, on a busy machine too."""
-
-    def __init__(self) -> None:
-        self.notes: dict[str, Any] = {}
-        self._fast_copies = mock.patch.object(costs, "copy_bandwidth", return_value=(1e15, 1e15))
-
-    def on_train_start(self, *_: Any) -> None:
-        self._fast_copies.start()
-
-    def on_train_end(self, *_: Any) -> None:
-        self._fast_copies.stop()
-
-    def on_exception(self, *_: Any) -> None:
-        self._fast_copies.stop()
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        swap = trainer.strategy.plan.swap
-        self.notes = {"alpha": swap.alpha, "storage": swap.storage}
 
 
 @slow_if(lambda alpha, accumulate, zero_stage: (alpha, accumulate, zero_stage) != (0.5, 4, 1))

@@ -14,7 +14,7 @@ import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from support.architectures.hybrids import make_hybrid
 from support.markers.slow import slow_if
-from support.parallel_training import Run, train_alone, train_together
+from support.parallel_training import Run, WatchAlpha, train_alone, train_together
 from support.processes import ProcessError
 from support.samples.configurations import BOUND
 
@@ -183,12 +183,4 @@ def test_a_small_host_budget_limits_alpha_by_the_micro_batches_in_flight() -> No
     errors = outcome.worst_error(train_alone(RUN))
     assert all(errors[part] <= BOUND for part in PARTS), errors
     first, last = outcome.notes["alpha"]
-    assert first < last
-
-
-class WatchAlpha(Callback):
-    def __init__(self) -> None:
-        self.notes: dict[str, Any] = {}
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self.notes = {"alpha": trainer.strategy.plan.swap.alpha}
+    assert first < last == 1.0
