@@ -9,20 +9,24 @@ read from storage.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import Self, override
 
+from lightning_memo.engine.forward.adapted_sums import KERNELS, Span, SummingForward, adapted_modules, is_view
 from lightning_memo.engine.forward.intercept import OwnMode
 
 Compute = Callable[[], Tensor]
-OnProduct = Callable[[str, Compute], Tensor]
 
 # Where each function takes the weight.
 WEIGHT_PLACES = {
@@ -35,25 +39,59 @@ WEIGHT_PLACES = {
 }
 # Kinds of tensors that are no products: a weight with such a name keeps its suffix.
 _TAKEN = ("input", "attention", "all", "out", "lse", "query", "key", "value", "other", "shared")
-_KERNELS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+class Products(Protocol):
+    """What computes the matrix products of a layer; each method returns the output."""
+
+    def product(self, name: str, compute: Compute) -> Tensor:
+        """Compute a product with a weight of this name."""
+
+    def term(self, name: str, compute: Compute) -> Tensor:
+        """Compute a product that is a term of the sum that is being computed."""
+
+    def sum(self, name: str, compute: Compute) -> Tensor:
+        """Compute the output of a module of this name that LoRA adapts."""
 
 
 class ProductMode(OwnMode):
-    """Passes the matrix products of a layer's forward to a function, with the names of their weights in the layer.
+    """Passes the matrix products of a layer's forward to an object, with the names of their weights in the layer.
 
     If a weight is used again, a number is appended to its name. Products inside attention, with parts of weights
     (experts) and with DTensors are computed as usual.
 
     Args:
         layer: The layer.
-        on_product: Called with a product's name and a function that computes the product; returns its output.
+        products: Computes products, and the modules that LoRA adapts; see Note: [Sums of products].
     """
 
-    def __init__(self, layer: nn.Module, on_product: OnProduct) -> None:
+    def __init__(self, layer: nn.Module, products: Products) -> None:
         super().__init__()
         self._names = {id(p): _short(name) for name, p in layer.named_parameters() if not isinstance(p, DTensor)}
-        self._on_product = on_product
+        self._adapted = [(_untaken(name), *rest) for name, *rest in adapted_modules(layer)]
+        self._products = products
         self._counts: Counter[str] = Counter()
+        self._terms = frozenset[int]()
+        self._replaced = contextlib.ExitStack()
+
+    @property
+    def adapts(self) -> bool:
+        """Whether LoRA adapts modules of the layer."""
+        return bool(self._adapted)
+
+    @override
+    def __enter__(self) -> Self:
+        for name, module, terms in self._adapted:
+            forward = SummingForward(functools.partial(self._sum, name, terms), type(module).forward.__get__(module))
+            self._replaced.enter_context(_replaced_forward(module, forward))
+        return super().__enter__()
+
+    @override
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._replaced.close()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -65,11 +103,35 @@ class ProductMode(OwnMode):
         name = self._names.get(id(args[place]))
         if name is None:
             return func(*args, **kwargs)
-        return self._on_product(self._number(name), lambda: func(*args, **kwargs))
+        compute = self._products.term if id(args[place]) in self._terms else self._products.product
+        return compute(self._number(name), lambda: func(*args, **kwargs))
+
+    def _sum(self, name: str, terms: frozenset[int], compute: Compute) -> Tensor:
+        if self.inside:
+            return compute()
+        self._terms = terms
+        try:
+            return self._products.sum(self._number(name), compute)
+        finally:
+            self._terms = frozenset()
 
     def _number(self, name: str) -> str:
         self._counts[name] += 1
         return name if self._counts[name] == 1 else f"{name}#{self._counts[name]}"
+
+
+@contextlib.contextmanager
+def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    # Not by `nn.Module.__setattr__`, which users' classes may override.
+    own = vars(module)
+    before = own.get("forward")
+    own["forward"] = forward
+    try:
+        yield
+    finally:
+        del own["forward"]
+        if before is not None:  # slices may be nested
+            own["forward"] = before
 
 
 class MeasuredProduct(TorchDispatchMode):
@@ -80,27 +142,26 @@ class MeasuredProduct(TorchDispatchMode):
 
     Attributes:
         out: The kernel's output, `[rows, columns]`; `None` if several kernels ran or the output was changed.
-        started: When the kernel began.
-        stopped: When the kernel ended.
+        span: When the kernel began and ended.
     """
 
     def __init__(self, now: Callable[[], Any]) -> None:
         super().__init__()
         self.out: Tensor | None = None
-        self.started = self.stopped = None
+        self.span: Span = (None, None)
         self._now, self._kernels = now, 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func not in _KERNELS:
-            if not _is_view(func):
+        if func not in KERNELS:
+            if not is_view(func):
                 self.out = None
             return func(*args, **(kwargs or {}))
         self._kernels += 1
-        self.started = self._now()
+        started = self._now()
         out = func(*args, **(kwargs or {}))
-        self.stopped = self._now()
+        self.span = started, self._now()
         self.out = out if self._kernels == 1 and out.is_contiguous() else None
         return out
 
@@ -120,11 +181,11 @@ class AnsweredProduct(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _KERNELS and not self._answered:
+        if func in KERNELS and not self._answered:
             self._answered = True
             left, right = args[-2:]
             return self._stored.view(left.shape[0], right.shape[1])
-        if self._answered and not _is_view(func):
+        if self._answered and not is_view(func):
             raise RuntimeError(
                 f"the recomputation of a stored matrix product also calls {func}: keep the types and layouts of the "
                 'layer\'s input and weights alike in all steps, or set storage="alpha"'
@@ -132,10 +193,10 @@ class AnsweredProduct(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _untaken(name: str) -> str:
+    return f"{name}.sum" if name in _TAKEN else name
+
+
 def _short(name: str) -> str:
     short = name.removesuffix(".weight")
     return name if short in _TAKEN else short
-
-
-def _is_view(func: Any) -> bool:
-    return bool(func.is_view) or func is torch.ops.aten._unsafe_view.default

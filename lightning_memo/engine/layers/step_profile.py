@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from lightning_memo.engine.copies.device_clock import Clock, Moment
-from lightning_memo.engine.forward.matrix_products import MeasuredProduct
 from lightning_memo.engine.memory.saved_storages import Registry
 from lightning_memo.engine.saved_tensors.compression import is_per_token
 from lightning_memo.planner.token_slices import SavedBytes
@@ -18,24 +17,22 @@ from lightning_memo.planner.token_slices import SavedBytes
 
 @dataclass(frozen=True, slots=True)
 class ProductProfile:
-    """A matrix product that a recomputation computes.
+    """A matrix product that a recomputation computes, or a sum of several.
 
     Attributes:
-        name: Name of the product's weight in the layer.
+        name: Name of the product's weight in the layer, or of the module that LoRA adapts.
         size_bytes: Size of its output.
-        started: When its kernel began.
-        stopped: When its kernel ended.
+        spans: When each of its kernels began and ended.
     """
 
     name: str
     size_bytes: int
-    started: Moment
-    stopped: Moment
+    spans: Sequence[tuple[Moment, Moment]]
 
     @property
     def seconds(self) -> float:
-        """Duration of the kernel."""
-        return Clock.seconds(self.started, self.stopped)
+        """Duration of the kernels."""
+        return sum(Clock.seconds(*span) for span in self.spans)
 
     @property
     def saved(self) -> SavedBytes:
@@ -215,11 +212,13 @@ class StepProfile:
         """Return the present point in time."""
         return self._clock.now()
 
-    def product(self, index: int, name: str, measured: MeasuredProduct) -> None:
-        """Add a matrix product that was computed again, if a plan can use it: its output has a row for each token."""
-        out, call = measured.out, self._call(index)
-        if out is not None and out.shape[0] == call.batch * call.slice_tokens:
-            call.products.append(ProductProfile(name, out.nbytes, measured.started, measured.stopped))
+    def product(
+        self, index: int, name: str, rows: int, size_bytes: int, spans: Sequence[tuple[Moment, Moment]]
+    ) -> None:
+        """Add a product that was computed again, if a plan can use it: its output has a row for each token."""
+        call = self._call(index)
+        if rows == call.batch * call.slice_tokens:
+            call.products.append(ProductProfile(name, size_bytes, spans))
 
     def window(self, index: int, tokens: int | None) -> None:
         """Add the window of an attention call: the largest number of keys that a query sees."""

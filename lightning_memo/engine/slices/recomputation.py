@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
 from typing import Final, Protocol
 
 import torch
@@ -17,7 +16,7 @@ from lightning_memo.engine.copies.timeline_recorder import Subject
 from lightning_memo.engine.forward.collected_outputs import collecting_nothing
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.known_tensor import as_function_of
-from lightning_memo.engine.forward.matrix_products import AnsweredProduct, MeasuredProduct, ProductMode
+from lightning_memo.engine.forward.matrix_products import ProductMode
 from lightning_memo.engine.forward.repeated_choices import RepeatedChoices
 from lightning_memo.engine.layers.call_storage import SliceStorage
 from lightning_memo.engine.layers.layer_run import LayerRun
@@ -25,6 +24,7 @@ from lightning_memo.engine.memory.saved_storages import resolved
 from lightning_memo.engine.recurrence.intercept_states import handing
 from lightning_memo.engine.recurrence.state_functions import StateCall
 from lightning_memo.engine.saved_tensors.saved_sums import SavedSums
+from lightning_memo.engine.slices.recomputed_products import AnsweredProducts, MeasuredProducts
 from lightning_memo.engine.slices.saved_attention import SavedAttention, StartState
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState
 from lightning_memo.planner.token_slices import TokenRange
@@ -154,8 +154,8 @@ class _Recomputation:
             stack.enter_context(run.arguments.casting())
             if part.choices:
                 stack.enter_context(RepeatedChoices(part.choices, run.arguments))
-            if on_product := self._on_product():
-                stack.enter_context(ProductMode(run.call.layer, on_product))
+            if mode := self._product_mode():
+                stack.enter_context(mode)
             run.arguments.restored_call().run(as_function_of(x, x), part.range)
         run.meter.mark("recompute_end")
         if not self._enough:
@@ -225,26 +225,12 @@ class _Recomputation:
             state = self._part.storage.load(start.state).detach().requires_grad_(start.requires_grad)
         return call.run(state)[0]
 
-    def _on_product(self) -> Callable[[str, Callable[[], Tensor]], Tensor] | None:
-        profile = self._part.run.engine.profile
-        if profile is not None:
-            return self._measure if profile.with_products else None
-        return self._answer if self._part.storage.products else None
-
-    def _answer(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        handle = self._part.storage.products.get(name)
-        if handle is None:
-            return compute()
-        with AnsweredProduct(self._part.storage.load(handle)):
-            return compute()
-
-    def _measure(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        run, profile = self._part.run, self._part.run.engine.profile
-        assert profile is not None
-        with MeasuredProduct(profile.now) as measured:
-            out = compute()
-        profile.product(run.position.layer, name, measured)
-        return out
+    def _product_mode(self) -> ProductMode | None:
+        part, layer, profile = self._part, self._part.run.call.layer, self._part.run.engine.profile
+        if profile is not None and profile.with_products:
+            return ProductMode(layer, MeasuredProducts(profile, part.run.position.layer))
+        mode = ProductMode(layer, AnsweredProducts(part.storage))
+        return mode if part.storage.products or mode.adapts else None
 
 
 class RecomputedKeysValues:

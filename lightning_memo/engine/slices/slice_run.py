@@ -95,7 +95,7 @@ class SliceRun:
                 stack.enter_context(run.call.mode(self.range))
             stack.enter_context(run.arguments.casting())
             if self.recomputes and self.range.places is not None:
-                stack.enter_context(ProductMode(run.call.layer, self.storage.store_product))
+                stack.enter_context(ProductMode(run.call.layer, self.storage))
             if self.recomputes and run.chooses:
                 stack.enter_context(NotedChoices(self.choices.append, run.arguments))
             if self.storage.saving is not None:
