@@ -54,4 +54,8 @@ def _recomputed(method: str, shape: ModelShape, tokens: int, alpha: float | None
     if method.startswith("alst"):  # tiles of the feed-forward run in the layer's recomputation, and again in their own
         tiles = 2.0 * tokens * shape.active_experts * shape.ffn_parameters
         return attention + shape.layers * (2.0 * tokens * shape.multiplied_in_a_layer + tiles)
-    return attention + shape.recomputed_flops(tokens) if method.startswith("checkpointing") else 0.0
+    if not method.startswith("checkpointing"):
+        return 0.0
+    # An adapter of the last projection is computed behind it.
+    last = shape.hidden * shape.ffn if shape.adapts("down") and shape.experts == 1 else 0
+    return attention + shape.recomputed_flops(tokens) + 2.0 * tokens * shape.layers * last

@@ -172,10 +172,10 @@ class ModelShape:
     def recomputed_in_a_layer(self) -> int:
         """Number of these weights, without adapters, that recomputation needs.
 
-        The output of the last projection is unused, and the projection therefore not needed. If it has an adapter,
-        which is computed behind it, it runs nevertheless; those of experts do too, as their outputs are weighted.
+        The output of the last projection is unused, and the projection therefore not needed. Those of experts are, as
+        their outputs are weighted.
         """
-        last = 0 if self.adapts("down") else self.hidden * self.ffn
+        last = self.hidden * self.ffn
         if self.experts > 1:
             last = 0 if self.expert_layer.shared_gate else self.hidden * self.expert_layer.shared_ffn
         return self.multiplied_in_a_layer - self.adapter_parameters - last

@@ -131,7 +131,7 @@ class SumMode(TorchDispatchMode):
         Args:
             out: The module's output.
         """
-        if not self._only_added or _storage(out) not in self._parts or not out.is_contiguous():
+        if not self._only_added or not self._is_part(out) or not out.is_contiguous():
             return None
         return [*(span for term in self.terms for span in term.spans), *self._spans]
 

@@ -56,7 +56,7 @@ def _by_kind(storage: Storage) -> str:
     alike: dict[str, list[str]] = {}
     for kind, shares in storage.items():
         places = [f"{_percent(share)} {_PLACES[place]}" for place, share in shares.items() if share >= _LEAST]
-        name = _KINDS.get(kind, kind.removesuffix(".base_layer").rpartition(".")[2])
+        name = _KINDS.get(kind, kind.rpartition(".")[2])
         if ".lora_" not in kind and places:
             alike.setdefault(", ".join(places), []).append(name)
     parts = [f"{_listed(names)} {places}" for places, names in alike.items()]

@@ -67,26 +67,30 @@ def estimated_storage_costs(question: Question, parallel: Parallelism, costs: La
 def recomputed_products(question: Question, tokens: int) -> tuple[Product, ...]:
     """Return the matrix products that a recomputation of some tokens computes, with the times of their kernels.
 
-    The products of adapters take as long as their bytes; all others as long as their operations.
+    The products of adapters take as long as their bytes; all others as long as their operations. The second product of
+    an adapter is a part of the sum that a plan stores.
     """
     shape, sizes, kernels = question.shape, element_bytes(question), layer_kernels(question)
     rate = question.cluster.peak_flops * sizes.rate * question.constants.dense_efficiency
-    groups = {group.name: group for group in layer_traffic(shape, kernels=kernels, sizes=sizes) if group.again}
+    moved = {group.name: group.forward for group in layer_traffic(shape, kernels=kernels, sizes=sizes) if group.again}
+
+    def moving_seconds(group: str) -> float:
+        return tokens * moved[group] / memory_rate(question)
+
     products = []
     for product in layer_products(shape, kernels):
-        name = product.recomputed_name(shape)
-        if not name:
+        adapters = product.adapters(shape)
+        if adapters:
+            first, width = adapters[0]
+            seconds = _KERNEL_SECONDS + moving_seconds(first)
+            products.append(Product(name=first, size_bytes=tokens * sizes.product * width, seconds=seconds))
+        if not product.recomputed_name:
             continue
-        flops = 2 * tokens * product.inputs * product.outputs
-        products.append(
-            Product(
-                name=name, size_bytes=tokens * sizes.product * product.outputs, seconds=_KERNEL_SECONDS + flops / rate
-            )
-        )
-        for adapter, width in product.adapters(shape):
-            if adapter in groups:
-                seconds = _KERNEL_SECONDS + tokens * groups[adapter].forward / memory_rate(question)
-                products.append(Product(name=adapter, size_bytes=tokens * sizes.product * width, seconds=seconds))
+        seconds = _KERNEL_SECONDS + 2 * tokens * product.inputs * product.outputs / rate
+        if adapters:
+            seconds += _KERNEL_SECONDS + moving_seconds(adapters[1][0]) + moving_seconds(product.sum_name)
+        size_bytes = tokens * sizes.product * product.outputs
+        products.append(Product(name=product.recomputed_name, size_bytes=size_bytes, seconds=seconds))
     return tuple(products)
 
 
@@ -119,8 +123,7 @@ def _recomputed_flops(question: Question, stored: CallPlan, tokens: int) -> floa
     if shape.experts > 1:
         flops += 2.0 * shape.active_experts * shape.ffn_parameters * processes * (tokens - whole)
     for product in layer_products(shape, layer_kernels(question)):
-        name = product.recomputed_name(shape)
-        if name:
+        if name := product.recomputed_name:
             again = tokens - whole - stored.tokens(name)
             flops += 2.0 * product.inputs * product.outputs * processes * again
     return flops

@@ -29,11 +29,15 @@ class LayerProduct:
     last: bool = False
     """Whether it is the last one of the layer, whose output no recomputation needs."""
 
-    def recomputed_name(self, shape: ModelShape) -> str:
-        """Name of the product if a recomputation computes it, as it does the last one only for an adapter's sake."""
-        if shape.adapts(self.role):
-            return f"{self.name}.base_layer"
+    @property
+    def recomputed_name(self) -> str:
+        """Name of the product, or of its sum with an adapter's, if a recomputation computes it."""
         return "" if self.last else self.name
+
+    @property
+    def sum_name(self) -> str:
+        """Name of the scaled sum with an adapter's output."""
+        return f"sum of {self.name}"
 
     def adapters(self, shape: ModelShape) -> tuple[tuple[str, int], ...]:
         """Names and output sizes of the two products of its LoRA adapter, if it has one."""

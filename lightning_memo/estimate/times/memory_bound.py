@@ -177,4 +177,4 @@ class _Layer:
                 width = outputs
             if self.shape.adapts(product.role):
                 backward = size * (2 * product.outputs + 3 * product.inputs)
-                yield Traffic(f"sum of {product.name}", 5 * size * product.outputs, backward, again=not product.last)
+                yield Traffic(product.sum_name, 5 * size * product.outputs, backward, again=not product.last)
