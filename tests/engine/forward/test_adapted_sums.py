@@ -1,0 +1,234 @@
+"""Modules that LoRA adapts: their outputs are stored as one product, and what nothing reads is not computed again."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+from support.devices import DEVICE
+from support.families import FAMILIES, make_batch
+from support.harness import EngineUnderTest, assert_equal, beside, in_double, loss_and_gradients, on_device
+from support.samples.storage_kinds import BASE, TOKENS, ByKind, everything
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_memo.engine.forward.adapted_sums import SumMode
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+RANK = 4
+
+
+def build(family: str = "llama", targets: list[str] = ALL, **settings: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = peft.LoraConfig(
+        r=settings.pop("r", RANK), target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM", **settings
+    )
+    return on_device(peft.get_peft_model(FAMILIES[family].build(), config).train())
+
+
+def names(under_test: ByKind, module: str) -> list[str]:
+    """Products of a module of the second layer that a plan may store."""
+    return [name.partition(f"{module}")[2] for name in under_test.products if module in name]
+
+
+def train(model: nn.Module, stored: bool = True, amp: bool = False) -> ByKind:
+    """Compare a step with plain training bit by bit, and another one in slices, in fp64; return what has run."""
+    batch = make_batch(2, TOKENS)
+    double = in_double(model)
+    for compared in (model,) if amp else (double, model):
+        plain = loss_and_gradients(compared, batch, amp)
+        with ByKind(compared) as under_test:
+            under_test.profile_step(batch, amp)
+            if compared is double:
+                under_test.load_storage(everything(under_test.products) if stored else BASE)
+                assert under_test.step(batch).distance(plain) <= 1e-12
+            whole = {name: [("swap", 0, TOKENS)] for name in under_test.products} if stored else {}
+            under_test.load_storage(BASE | whole)
+            assert_equal(under_test.step(batch, amp), plain)
+    return under_test
+
+
+def two_adapters(**settings: Any) -> nn.Module:
+    model = build(**settings)
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "second"])
+    return on_device(model)
+
+
+SUMS = {
+    "plain": build,
+    "dropout": lambda: build(lora_dropout=0.2),
+    "rank of the width": lambda: build(r=16),
+    "rank-stabilized": lambda: build(use_rslora=True),
+    "bias": lambda: build("qwen2"),
+    "bias of B": lambda: build("qwen2", lora_bias=True),
+    "trained biases": lambda: build("qwen2", bias="lora_only"),
+    "two adapters": two_adapters,
+}
+
+
+@pytest.mark.parametrize("make", SUMS.values(), ids=SUMS.keys())
+def test_sums_are_stored(make: Callable[[], nn.Module]) -> None:
+    under_test = train(make())
+    assert names(under_test, "self_attn.q_proj")[-1] == "" and ".base_layer" not in str(under_test.products)
+    assert "lora_B" not in str(under_test.products)
+    assert names(under_test, "mlp.down_proj") == [".lora_A.default"]
+
+
+APART = {
+    "weights are decomposed": lambda: build(use_dora=True),
+    "adapters in fp64": lambda: adapters_in(build(), torch.float64),
+}
+
+
+def adapters_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data = weight.data.to(dtype)
+    return model
+
+
+@pytest.mark.parametrize("make", APART.values(), ids=APART.keys())
+def test_terms_that_something_else_reads_are_stored_by_themselves(make: Callable[[], nn.Module]) -> None:
+    under_test = train(make())
+    assert "" not in names(under_test, "self_attn.q_proj")
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_in_mixed_precision(stored: bool) -> None:
+    train(build(), stored, amp=True)
+
+
+@pytest.mark.parametrize("make", [build, APART["weights are decomposed"], APART["adapters in fp64"]])
+def test_nothing_is_stored(make: Callable[[], nn.Module]) -> None:
+    train(make(), stored=False)
+
+
+# ---- adapters that change after the profiled step
+
+
+@contextlib.contextmanager
+def merged(model: nn.Module) -> Iterator[None]:
+    before = copy.deepcopy(model.state_dict())
+    model.merge_adapter()
+    try:
+        yield
+    finally:
+        model.unmerge_adapter()
+        model.load_state_dict(before)  # the difference of a sum is rounded
+
+
+@contextlib.contextmanager
+def only_second(model: nn.Module) -> Iterator[None]:
+    model.base_model.set_adapter("second")
+    try:
+        yield
+    finally:
+        model.base_model.set_adapter(["default", "second"])
+
+
+CHANGES = {"disabled": lambda model: model.disable_adapter(), "merged": merged, "another": only_second}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_adapters_change_from_step_to_step(change: Callable[[Any], Any]) -> None:
+    model, batch = two_adapters(), make_batch(2, TOKENS)
+    model.get_input_embeddings().weight.requires_grad_()  # without adapters, this alone is trained
+    plain = loss_and_gradients(model, batch)
+    with change(model):
+        changed = loss_and_gradients(model, batch)
+    with ByKind(model) as under_test:
+        under_test.profile_step(batch)
+        whole = {name: [("swap", 0, TOKENS)] for name in under_test.products}
+        under_test.load_storage(BASE | whole)
+        for _ in range(2):
+            with change(model):
+                assert_equal(under_test.step(batch), changed)
+            assert_equal(under_test.step(batch), plain)
+
+
+def test_types_change_from_step_to_step() -> None:
+    model, batch = build(), make_batch(2, TOKENS)
+    with ByKind(model) as under_test:
+        under_test.profile_step(batch)
+        adapters_in(model, torch.float64)
+        plain = loss_and_gradients(model, batch)
+        under_test.load_storage(BASE | {name: [("swap", 0, TOKENS)] for name in under_test.products})
+        assert_equal(under_test.step(batch), plain)
+
+
+def test_a_stored_sum_is_not_read_as_a_term() -> None:
+    x, weight = torch.randn(3, 4, device=DEVICE), torch.randn(5, 4, device=DEVICE)
+    stored = torch.randn(3, 5, device=DEVICE)
+    with SumMode(stored) as mode:
+        term = mode.term("base", lambda: F.linear(x, weight))
+        whole = term * 2.0 + term
+        with pytest.raises(RuntimeError, match=r"a stored output of LoRA calls aten\.relu\.default with one of its"):
+            term.relu()
+    assert torch.equal(whole, stored)
+
+
+def hooked(part: str) -> nn.Module:
+    """A model with hooks, which see one slice only: layers then run as they are."""
+    model = build()
+    for name, module in model.named_modules():
+        if name.endswith(part):
+            module.register_forward_hook(_Doubled.read)
+    return model
+
+
+class _Doubled(torch.autograd.Function):
+    """Reads a tensor past PyTorch's operators."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.from_numpy(x.detach().numpy() * 2) if DEVICE.type == "cpu" else x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+    @staticmethod
+    def read(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return _Doubled.apply(out)
+
+
+@pytest.mark.parametrize("part", ["q_proj", "q_proj.base_layer", "down_proj.base_layer", "lora_B.default"])
+def test_hooks_see_what_they_see_in_plain_training(part: str) -> None:
+    model, batch = hooked(part), make_batch(2, TOKENS)
+    plain = loss_and_gradients(model, batch)
+    with EngineUnderTest(model) as under_test:
+        assert_equal(under_test.profile_step(batch), plain)
+        under_test.load(0.0)
+        assert_equal(under_test.step(batch), plain)
+
+
+# ---- what is computed again
+
+
+def flops(under_test: ByKind, rows: Any) -> float:
+    under_test.load_storage(rows)
+    batch = beside(under_test.model, make_batch(2, TOKENS))
+    loss = under_test.model(**batch).loss
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    under_test.assert_empty()
+    return counter.get_total_flops()
+
+
+def test_a_stored_sum_spares_its_products_and_the_last_one_is_never_computed() -> None:
+    with ByKind(build(), test_mode=None) as under_test:
+        under_test.profile_step(make_batch(2, TOKENS))
+        layers = len(under_test.engine.layers)
+        up = under_test.engine.layers[0].mlp.up_proj
+        spared = 2 * 2 * TOKENS * (up.in_features + RANK) * up.out_features
+        nothing = flops(under_test, BASE)
+        assert nothing - flops(under_test, BASE | {"mlp.up_proj": [("keep", 0, TOKENS)]}) == layers * spared
+        stored = BASE | {name: [("keep", 0, TOKENS)] for name in under_test.products}
+        assert flops(under_test, stored) == flops(under_test, BASE | {"all": [("keep", 0, TOKENS)]})
