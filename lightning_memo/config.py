@@ -34,8 +34,6 @@ _ALLOWED_IN_FP8: Final[dict[str, tuple[Any, ...]]] = {
     "tensor_parallel_size": (1,),
     "expert_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
-    "zero_stage": (0,),
-    "offload_state": (False,),
     "storage": ("auto", "alpha"),
     "schedule": ("auto", "layer", "nest"),
     "host_backed": ("auto", "none"),

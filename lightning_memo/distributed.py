@@ -25,6 +25,7 @@ from lightning_memo.checkpointing import CheckpointingStrategy
 from lightning_memo.config import PRECISIONS, MemoConfig
 from lightning_memo.data.seed_workers import seed_workers
 from lightning_memo.engine import Engine
+from lightning_memo.engine.fp8_modules.replicated_weights import keep_quantized_weights
 from lightning_memo.engine.modules.layer_forward import replace_forward
 from lightning_memo.engine.recurrence.intercept_states import may_hand_states
 from lightning_memo.parallel.checkpoints.parameter_names import check_groups
@@ -32,7 +33,12 @@ from lightning_memo.parallel.mesh_precision import MeshPrecision
 from lightning_memo.parallel.parallel_sizes import resolve_sizes
 from lightning_memo.parallel.processes import Processes
 from lightning_memo.parallel.zero.zero_sharding import accumulating
-from lightning_memo.runtime.model_checks import refuse_engine_shards, refuse_fp8_at_calls, refuse_liger_shards
+from lightning_memo.runtime.model_checks import (
+    refuse_engine_shards,
+    refuse_fp8_at_calls,
+    refuse_fp8_weights,
+    refuse_liger_shards,
+)
 from lightning_memo.runtime.stage_layers import StageLayers
 from lightning_memo.runtime.training_runtime import TrainingRuntime
 from lightning_memo.utils.find_layers import select_layers
@@ -192,6 +198,7 @@ class DistributedStrategy(CheckpointingStrategy):
         trainer = self.lightning_module.trainer
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False  # weights that FSDP2 gathers in inference mode could not be trained afterwards
+        refuse_fp8_weights(model)
         if processes.sizes.tensor > 1:
             refuse_liger_shards(model)
             refuse_engine_shards(model)
@@ -207,6 +214,8 @@ class DistributedStrategy(CheckpointingStrategy):
             mixed=self.precision_plugin.mixed,
             forwards=[name for name in steps if is_overridden(name, self.lightning_module)],
         )
+        if self.config.zero_stage == 0:
+            keep_quantized_weights(model)
         processes.attach(model, layers, self._divided)
         if processes.pipeline is not None:
             self.precision_plugin.holders = processes.pipeline.holders

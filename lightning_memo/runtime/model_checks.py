@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_memo.engine.forward.refuse_checkpointing import TURN_IT_OFF
 from lightning_memo.engine.fp8_modules.global_state import engine_modules, is_in_fp8
-from lightning_memo.engine.fp8_modules.supported_fp8 import is_norm, refused_beside
+from lightning_memo.engine.fp8_modules.supported_fp8 import FP8_WEIGHTS, UNSUPPORTED, is_norm, refused_beside
 from lightning_memo.parallel.zero.zero_sharding import gathers_itself
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face, find_stacks, select_stacks
@@ -150,6 +150,19 @@ def refuse_engine_shards(model: nn.Module) -> None:
             f"{class_name(found[0])} is TransformerEngine's, whose kernels take whole weights, not shards: set "
             "tensor_parallel_size=1, or take PyTorch's modules"
         )
+
+
+def refuse_fp8_weights(model: nn.Module) -> None:
+    """Refuse weights in TransformerEngine's FP8 before they are sent to other processes and sharded.
+
+    Layers with such weights are refused when they run, which is later.
+
+    Raises:
+        ValueError: A module has such weights.
+    """
+    found = next((m for m in engine_modules(model) if getattr(m, "primary_weights_in_fp8", False)), None)
+    if found is not None:
+        raise ValueError(f"{UNSUPPORTED} {class_name(found)} {FP8_WEIGHTS}")
 
 
 def refuse_fp8_at_calls(

@@ -20,6 +20,7 @@ from lightning_memo.utils.class_names import class_name
 
 UNSUPPORTED: Final = "in TransformerEngine's FP8, lightning_memo does not support"
 RECIPES: Final = ("DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling", "Float8BlockScaling")
+FP8_WEIGHTS: Final = "with weights in FP8: leave quantized_model_init (fp8_model_init) out"
 CLASSES: Final = ("Linear", "LayerNormLinear", "LayerNormMLP")
 NORMS: Final = ("LayerNorm", "RMSNorm")  # without quantizers, and with tokens apart
 _KNOWN: Final = f"{', '.join((*CLASSES, NORMS[0]))} and {NORMS[1]}"
@@ -144,10 +145,7 @@ def _delays_weight_gradients(m: Any) -> bool:
 
 # What each class has, and what is not supported of it.
 _UNSUPPORTED: Final[tuple[tuple[str, Callable[[Any], bool]], ...]] = (
-    (
-        "with weights in FP8: leave quantized_model_init (fp8_model_init) out",
-        lambda m: bool(m.primary_weights_in_fp8),
-    ),
+    (FP8_WEIGHTS, lambda m: bool(m.primary_weights_in_fp8)),
     (
         "with cached FP8 weights: leave is_first_microbatch out",
         lambda m: bool(m._fp8_workspaces),

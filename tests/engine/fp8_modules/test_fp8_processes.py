@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from support.architectures.fp8_models import InFp8, Scales, blocks_of, engine, recipe_of, recipes, scales_in
 from support.devices import DEVICE
+from support.markers.slow import slow_if
+from support.parallel_training import whole
 from support.processes import run_in_processes
 from support.trainer_harness import Sequences, make_trainer
 from support.transformer_engine_stand_in import stand_in
@@ -89,11 +91,11 @@ def test_processes_that_reduce_nothing_have_histories_of_their_own() -> None:
     assert not all(torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
 
 
-def _run(max_steps: int, ckpt_path: str | None, save_to: str | None) -> tuple[list[float], list[Tensor]]:
-    """Train on one batch, as Lightning starts a loader from its beginning. Returns losses and scales."""
+def _run(stage: int, max_steps: int, ckpt_path: str | None, save_to: str | None) -> tuple[list[float], list[Tensor]]:
+    """Train on one batch, as Lightning starts a loader from its beginning. Returns losses, and weights and scales."""
     with stand_in():
         module = InFp8(recipe_of("delayed"))
-        strategy = MemoStrategy(alpha=0.0, plan_memory=False)
+        strategy = MemoStrategy(alpha=0.0, zero_stage=stage, plan_memory=False)
         trainer = make_trainer(
             strategy, devices=dist.get_world_size(), max_steps=max_steps, use_distributed_sampler=False
         )
@@ -101,18 +103,20 @@ def _run(max_steps: int, ckpt_path: str | None, save_to: str | None) -> tuple[li
         trainer.fit(module, loader, ckpt_path=ckpt_path, weights_only=False)
         if save_to is not None:
             trainer.save_checkpoint(save_to)
-        return module.losses, list(scales_in(module))
+        return module.losses, [*map(whole, module.parameters()), *scales_in(module)]
 
 
-def test_processes_resume_with_the_scales_of_their_checkpoint(tmp_path: Path) -> None:
+@slow_if(lambda stage: stage in (1, 2))
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_processes_resume_with_the_scales_of_their_checkpoint(tmp_path: Path, stage: int) -> None:
     """They are extra states, whose sizes are others in a new model."""
     path = str(tmp_path / "two.ckpt")
-    expected = run_in_processes(2, _run, 4, None, None)
-    saved = run_in_processes(2, _run, 2, None, path)
-    for (losses, scales), (plain_losses, plain_scales) in zip(
-        run_in_processes(2, _run, 4, path, None), expected, strict=True
-    ):
-        assert losses == plain_losses[2:] and len(scales) == len(plain_scales) == 12 * 4
-        assert all(torch.equal(a, b) for a, b in zip(scales, plain_scales, strict=True))
-    _, scales = run_in_processes(1, _run, 2, path, None)[0]  # no step is left
-    assert all(torch.equal(a, b) for a, b in zip(scales, saved[0][1], strict=True))
+    expected = run_in_processes(2, _run, stage, 4, None, None)
+    saved = run_in_processes(2, _run, stage, 2, None, path)
+    resumed = run_in_processes(2, _run, stage, 4, path, None)
+    for (losses, state), (plain_losses, plain_state) in zip(resumed, expected, strict=True):
+        assert losses == plain_losses[2:]
+        assert all(torch.equal(a, b) for a, b in zip(state, plain_state, strict=True))
+    _, state = run_in_processes(1, _run, 0, 2, path, None)[0]  # no step is left
+    assert len(state) > 12 * 4
+    assert all(torch.equal(a, b) for a, b in zip(state, saved[0][1], strict=True))

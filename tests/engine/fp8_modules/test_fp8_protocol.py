@@ -46,7 +46,8 @@ _BEFORE_219 = {
     "distributed.py:is_fp8_activation_recompute_enabled",
     "saves:LayerNormLinear",
 }
-# In 2.15, callers asked whether scaling is delayed, the autocast was a generator, and modules saved weights once.
+# In 2.15, callers asked whether scaling is delayed, the autocast was a generator, and modules saved weights once, also
+# quantized weights in units of FSDP2, for which later ones ask: these quantize what is gathered for the backward.
 _OF_215 = {
     "quantization.py:FP8GlobalStateManager.add_fp8_tensors_to_global_buffer",
     "quantization.py:FP8GlobalStateManager.get_unique_autocast_key",
@@ -56,6 +57,12 @@ _OF_215 = {
     *(f"quantization.py:autocast.{name}" for name in ("__init__", "__enter__", "__exit__")),
     *(f"module/base.py:TransformerEngineBaseModule.{name}" for name in ("prepare_forward", "end_forward")),
     "ops/fuser.py:_OperationFuserAutogradFunction.forward",
+    "module/base.py:TransformerEngineBaseModule.is_fsdp2",
+    *(
+        f"module/{file}.py:{kind}.forward"
+        for file, kind in zip(("linear", "layernorm_linear", "layernorm_mlp"), CLASSES, strict=True)
+    ),
+    "module/layernorm_linear.py:_LayerNormLinear.backward",
     "saves:Linear",
     "saves:LayerNormMLP",
 }

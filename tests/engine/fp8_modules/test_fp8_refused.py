@@ -251,8 +251,6 @@ def test_its_own_checkpointing_is_refused(te: Any) -> None:
 
 # What is given, and which of it is named. Other ways need several processes: see `test_fp8_parallel.py`.
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "zero": ({"zero_stage": 3}, "zero_stage=3: set zero_stage=0"),
-    "offloaded": ({"offload_state": True}, "offload_state=True: set offload_state=False"),
     "slices": ({"slice_tokens": 16, "host_backed": "none"}, "slice_tokens=16: set slice_tokens='auto'"),
     "streamed": ({"slice_tokens": 16, "host_backed": "attention"}, "host_backed='attention': set host_backed='auto'"),
     "kinds": (

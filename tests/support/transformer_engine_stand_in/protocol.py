@@ -38,6 +38,7 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
         "activation_recompute_forward.__init__", "activation_recompute_forward.__enter__",
         "activation_recompute_forward.__exit__", "is_fp8_activation_recompute_enabled",
         "in_fp8_activation_recompute_phase", "_CheckpointFunction.forward", "_CheckpointFunction.backward",
+        "_get_module_fsdp_state",
     ),
     "quantized_tensor.py": (
         "prepare_for_saving", "restore_from_saved", "restore_from_func_ctx", "Quantizer.set_usage",
@@ -46,7 +47,7 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
     ),
     "module/base.py": (
         f"{_BASE}.fast_setattr", f"{_BASE}.set_meta_tensor", f"{_BASE}.init_fp8_meta_tensors",
-        f"{_BASE}.init_fp8_metadata", f"{_BASE}.prepare_forward", f"{_BASE}.end_forward",
+        f"{_BASE}.init_fp8_metadata", f"{_BASE}.prepare_forward", f"{_BASE}.end_forward", f"{_BASE}.is_fsdp2",
     ),
     "module/linear.py": ("Linear.forward", "_check_fp8_reduce_and_update"),
     "module/layernorm_linear.py": ("LayerNormLinear.forward", "_LayerNormLinear.backward"),
@@ -80,6 +81,7 @@ _FIELDS = frozenset({
     "fp8_enabled", "fp8_calibration", "fp8_recipe", "fp8_distributed_group", "is_first_fp8_module",
     "fp8_graph_capturing", "autocast_depth", "global_amax_buffer", "global_amax_history_buffer", "global_scale_buffer",
     "fp8_tensors_recompute_buffer", "autocast_arguments", "amax_history", "scale", "tensor_objects", "saved_tensors",
+    "is_fsdp2", "_is_fsdp2", "_te_cached_parent_fsdp_state",
 })  # fmt: skip
 _CALLS = frozenset({
     "get_autocast_state", "set_autocast_state", "autocast_enter", "autocast_exit", "reduce_and_update_fp8_tensors",
@@ -91,6 +93,7 @@ _CALLS = frozenset({
     "set_activation_dtype", "make_quantizers", "create", "prepare_forward", "end_forward", "prepare_for_saving",
     "restore_from_saved", "restore_from_func_ctx", "popleft", "is_grad_enabled",
     "activation_recompute_forward", "autocast", "run_function", "save_for_backward", "setup_saved_tensors",
+    "_get_module_fsdp_state", "_get_fsdp_state", "clear_columnwise_cache",
 })  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing, by which TransformerEngine recomputes by itself."""
+"""Activation checkpointing, by which TransformerEngine recomputes by itself, and which unit of FSDP2 a module is in."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextlib
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
+from torch.distributed._composable_state import _module_state_mapping
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, autocast
 
 _IN_ACTIVATION_RECOMPUTE_REGION = False
@@ -74,3 +76,17 @@ def checkpoint(function: Any, *args: torch.Tensor) -> torch.Tensor:
     if not torch.is_grad_enabled():
         return function(*args)
     return _CheckpointFunction.apply(function, *args)
+
+
+def _get_module_fsdp_state(module: nn.Module) -> Any:
+    """Return the state of the smallest unit of FSDP2 that a module is in; `replicate` makes such units as well."""
+    if hasattr(module, "_get_fsdp_state"):
+        return module._get_fsdp_state()  # type: ignore[operator]
+    if getattr(module, "_te_cached_parent_fsdp_state", None) is not None:
+        return module._te_cached_parent_fsdp_state
+    around = [unit for unit in _module_state_mapping if any(m is module for m in unit.modules())]
+    if not around:
+        raise RuntimeError("Module is not FSDP-wrapped and does not have any FSDP-wrapped parent modules.")
+    state = min(around, key=lambda unit: len(list(unit.modules())))._get_fsdp_state()  # type: ignore[operator]
+    module._te_cached_parent_fsdp_state = state
+    return state

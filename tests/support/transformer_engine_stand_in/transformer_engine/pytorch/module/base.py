@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformer_engine.common.recipe import Recipe
 from transformer_engine.pytorch import cpu_offload  # noqa: F401  (as TransformerEngine's modules do)
 from transformer_engine.pytorch.distributed import (
+    _get_module_fsdp_state,
     in_fp8_activation_recompute_phase,
     is_fp8_activation_recompute_enabled,
 )
@@ -48,6 +49,16 @@ class TransformerEngineBaseModule(nn.Module):
 
     def fast_setattr(self, name: str, value: Any) -> None:
         self.__dict__[name] = value
+
+    @property
+    def is_fsdp2(self) -> bool:
+        if not hasattr(self, "_is_fsdp2"):
+            try:
+                _get_module_fsdp_state(self)
+                self._is_fsdp2 = True
+            except RuntimeError:
+                self._is_fsdp2 = False
+        return self._is_fsdp2
 
     def set_meta_tensor(self, fwd: bool, recipe: Recipe) -> None:
         key = "scaling_fwd" if fwd else "scaling_bwd"
@@ -144,6 +155,19 @@ def quantize_weight(*, tensor: Tensor, quantizer: Any, workspaces: dict[str, Any
     if name not in workspaces:
         workspaces[name] = quantizer(tensor)
     return workspaces[name]
+
+
+def weight_for_dgrad(saved: Any, weight: Tensor, quantizer: Any) -> Any:
+    """Return a weight as the gradient of the input needs it: what was saved of it, or the gathered one, quantized now.
+
+    With delayed scaling, the scale is no longer that of the forward, and the maximum goes into the next history.
+    """
+    if saved is None and quantizer is not None:
+        quantizer.set_usage(rowwise=True, columnwise=True)
+        saved = quantizer(weight)
+    if isinstance(saved, QuantizedTensorStorage):
+        saved.update_usage(columnwise_usage=True)
+    return saved
 
 
 def assert_dim_for_fp8_exec(*tensors: Tensor) -> None:

@@ -13,10 +13,17 @@ from transformer_engine.pytorch.module.base import (
     general_gemm,
     grad_output_preprocess,
     quantize_weight,
+    weight_for_dgrad,
 )
 from transformer_engine.pytorch.module.linear import _check_fp8_reduce_and_update
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-from transformer_engine.pytorch.quantized_tensor import clear_tensor_data, prepare_for_saving, restore_from_func_ctx
+from transformer_engine.pytorch.quantized_tensor import (
+    QuantizedTensorStorage,
+    clear_tensor_data,
+    prepare_for_saving,
+    restore_from_func_ctx,
+)
+from transformer_engine.pytorch.tensor.utils import clear_columnwise_cache
 
 EPS = 1e-5
 
@@ -46,6 +53,7 @@ class _LayerNormLinear(torch.autograd.Function):
         ctx: Any, inp: Tensor, ln_weight: Tensor, ln_bias: Tensor, weight: Tensor, bias: Tensor, args: dict[str, Any]
     ) -> Tensor:
         fp8, dtype, is_grad_enabled = args["fp8"], args["activation_dtype"], args["is_grad_enabled"]
+        is_fsdp2 = args["is_fsdp2"]
         input_quantizer, weight_quantizer, grad_output_quantizer = args["quantizers"]
         backward_needs_input = is_grad_enabled and weight.requires_grad
         inputmat = cast_if_needed(inp.view(-1, inp.shape[-1]), dtype)
@@ -56,7 +64,7 @@ class _LayerNormLinear(torch.autograd.Function):
         origin_weight = weight
         weightmat: Any = cast_if_needed(weight, dtype)
         if fp8:
-            weight_quantizer.set_usage(rowwise=True, columnwise=is_grad_enabled)
+            weight_quantizer.set_usage(rowwise=True, columnwise=is_grad_enabled and not is_fsdp2)
             weightmat = quantize_weight(tensor=weight, quantizer=weight_quantizer, workspaces={}, name=None)
             weightmat.update_usage(rowwise_usage=True)
         out = general_gemm(weightmat, ln_out, dtype, bias=bias).view(*inp.shape[:-1], weight.shape[0])
@@ -66,6 +74,8 @@ class _LayerNormLinear(torch.autograd.Function):
         if not is_grad_enabled:
             return out
         ln_out_to_save, wt_save = ln_out, weightmat
+        if is_fsdp2 and weightmat is not weight:
+            wt_save = None
         if fp8 and backward_needs_input:
             ln_out.update_usage(rowwise_usage=False)
         tensors_to_save, tensor_objects = prepare_for_saving(
@@ -75,6 +85,7 @@ class _LayerNormLinear(torch.autograd.Function):
         ctx.tensor_objects = tensor_objects
         ctx.fp8, ctx.dtype, ctx.inp_shape = fp8, dtype, inp.shape
         ctx.requires_wgrad, ctx.grad_output_quantizer = weight.requires_grad, grad_output_quantizer
+        ctx.weight_quantizer, ctx.is_fsdp2 = weight_quantizer, is_fsdp2
         ctx.reduce_and_update_bwd_fp8_tensors = False
         if fp8 and any(t.requires_grad for t in (inp, ln_weight, ln_bias, weight, bias)):
             ctx.reduce_and_update_bwd_fp8_tensors = _check_fp8_reduce_and_update()
@@ -82,9 +93,12 @@ class _LayerNormLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        inputmat, weightmat, _, _, ln_weight, ln_out, mu, rsigma = restore_from_func_ctx(ctx)
+        inputmat, weightmat, saved_weight, _, ln_weight, ln_out, mu, rsigma = restore_from_func_ctx(ctx)
         dy, grad_bias = grad_output_preprocess(ctx.fp8, grad_outputs[0], True, ctx.grad_output_quantizer)
+        weightmat = weight_for_dgrad(weightmat, saved_weight, ctx.weight_quantizer)
         dz = general_gemm(weightmat, dy, ctx.dtype, layout="NN")
+        if getattr(ctx, "is_fsdp2", False) and isinstance(weightmat, QuantizedTensorStorage):
+            clear_columnwise_cache(weightmat)
         wgrad = None
         if ctx.requires_wgrad:
             wgrad = general_gemm(ln_out, dy, ctx.dtype, layout="NT")
@@ -120,6 +134,7 @@ class LayerNormLinear(TransformerEngineBaseModule):
                 "activation_dtype": self.activation_dtype,
                 "is_grad_enabled": is_grad_enabled,
                 "quantizers": quantizers,
+                "is_fsdp2": self.is_fsdp2,
             }
             run = _LayerNormLinear.apply if is_grad_enabled else lambda *args: _LayerNormLinear.forward(None, *args)
             return run(inp, self.layer_norm_weight, self.layer_norm_bias, self.weight, self.bias, arguments)

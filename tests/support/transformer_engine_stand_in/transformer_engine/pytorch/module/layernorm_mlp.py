@@ -14,19 +14,26 @@ from transformer_engine.pytorch.module.base import (
     general_gemm,
     grad_output_preprocess,
     quantize_weight,
+    weight_for_dgrad,
 )
 from transformer_engine.pytorch.module.layernorm_linear import apply_normalization, normalization_backward
 from transformer_engine.pytorch.module.linear import _check_fp8_reduce_and_update
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-from transformer_engine.pytorch.quantized_tensor import clear_tensor_data, prepare_for_saving, restore_from_func_ctx
+from transformer_engine.pytorch.quantized_tensor import (
+    QuantizedTensorStorage,
+    clear_tensor_data,
+    prepare_for_saving,
+    restore_from_func_ctx,
+)
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
+from transformer_engine.pytorch.tensor.utils import clear_columnwise_cache
 
 
-def _weight(weight: Tensor, quantizer: Any, dtype: Any, is_grad_enabled: bool) -> Any:
+def _weight(weight: Tensor, quantizer: Any, dtype: Any, columnwise: bool) -> Any:
     if quantizer is None:
         return cast_if_needed(weight, dtype)
-    quantizer.set_usage(rowwise=True, columnwise=is_grad_enabled)
+    quantizer.set_usage(rowwise=True, columnwise=columnwise)
     found = quantize_weight(tensor=weight, quantizer=quantizer, workspaces={}, name=None)
     found.update_usage(rowwise_usage=True)
     return found
@@ -49,6 +56,8 @@ class _LayerNormMLP(torch.autograd.Function):
     def forward(ctx: Any, inp: Tensor, *rest: Any) -> Tensor:
         ln_weight, ln_bias, fc1_weight, fc1_bias, fc2_weight, fc2_bias, args = rest
         fp8, dtype, is_grad_enabled = args["fp8"], args["activation_dtype"], args["is_grad_enabled"]
+        fsdp2_skip_columnwise = args["is_fsdp2"]  # there is no recomputation of its own
+        columnwise = is_grad_enabled and not fsdp2_skip_columnwise
         fc1_input, fc1_weights, fc2_input, fc2_weights, fc1_grad, fc2_grad = args["quantizers"]
         inputmat = cast_if_needed(inp.view(-1, inp.shape[-1]), dtype)
         if fp8:
@@ -57,13 +66,16 @@ class _LayerNormMLP(torch.autograd.Function):
             by_columns = isinstance(fc2_input, (MXFP8Quantizer, Float8BlockQuantizer))
             fc2_input.set_usage(rowwise=True, columnwise=by_columns)
         ln_out, mu, rsigma = apply_normalization(inputmat, ln_weight, ln_bias, fc1_input)
-        fc1_weight_final = _weight(fc1_weight, fc1_weights, dtype, is_grad_enabled)
-        fc2_weight_final = _weight(fc2_weight, fc2_weights, dtype, is_grad_enabled)
+        fc1_weight_final = _weight(fc1_weight, fc1_weights, dtype, columnwise)
+        fc2_weight_final = _weight(fc2_weight, fc2_weights, dtype, columnwise)
         fc1_out, fc1_out_without_bias, act_out = _activated(fc1_weight_final, ln_out, fc1_bias, fc2_input, dtype)
         out = general_gemm(fc2_weight_final, act_out, dtype, bias=fc2_bias).view(inp.shape)
         if not is_grad_enabled:
             return out
         fc1_wt_save, fc2_wt_save = fc1_weight_final, fc2_weight_final
+        if fsdp2_skip_columnwise:
+            fc1_wt_save = fc1_wt_save if fc1_wt_save is fc1_weight else None
+            fc2_wt_save = fc2_wt_save if fc2_wt_save is fc2_weight else None
         ln_out, act_out = (t if w.requires_grad else None for t, w in ((ln_out, fc1_weight), (act_out, fc2_weight)))
         tensors_to_save, tensor_objects = prepare_for_saving(
             inputmat, ln_weight, ln_out, fc1_wt_save, fc1_weight, fc1_bias, fc1_out, fc1_out_without_bias, act_out,
@@ -72,6 +84,7 @@ class _LayerNormMLP(torch.autograd.Function):
         ctx.save_for_backward(*tensors_to_save)
         ctx.tensor_objects = tensor_objects
         ctx.fp8, ctx.dtype, ctx.inp_shape, ctx.grad_quantizers = fp8, dtype, inp.shape, (fc1_grad, fc2_grad)
+        ctx.weight_quantizers, ctx.is_fsdp2 = (fc1_weights, fc2_weights), args["is_fsdp2"]
         ctx.reduce_and_update_bwd_fp8_tensors = False
         if fp8 and any(t.requires_grad for t in (inp, *rest[:-1])):
             ctx.reduce_and_update_bwd_fp8_tensors = _check_fp8_reduce_and_update()
@@ -80,11 +93,14 @@ class _LayerNormMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (
-            inputmat, ln_weight, ln_out, fc1_weight, _, fc1_bias, fc1_out, fc1_out_without_bias, act_out, fc2_weight, _,
-            _, mu, rsigma,
+            inputmat, ln_weight, ln_out, fc1_weight, origin_fc1_weight, fc1_bias, fc1_out, fc1_out_without_bias,
+            act_out, fc2_weight, origin_fc2_weight, _, mu, rsigma,
         ) = restore_from_func_ctx(ctx)  # fmt: skip
         dy, dfc2_bias = grad_output_preprocess(ctx.fp8, grad_output, True, ctx.grad_quantizers[1])
+        fc2_weight = weight_for_dgrad(fc2_weight, origin_fc2_weight, ctx.weight_quantizers[1])
         dact = general_gemm(fc2_weight, dy, ctx.dtype, layout="NN")
+        if getattr(ctx, "is_fsdp2", False) and isinstance(fc2_weight, QuantizedTensorStorage):
+            clear_columnwise_cache(fc2_weight)
         dfc1 = dfc2 = None
         if act_out is not None:
             if ctx.fp8:
@@ -95,7 +111,10 @@ class _LayerNormMLP(torch.autograd.Function):
         dfc1_out = torch.ops.aten.gelu_backward(dact, inner, approximate="tanh")
         clear_tensor_data(fc1_out, fc1_out_without_bias)
         dz, dfc1_bias = grad_output_preprocess(ctx.fp8, dfc1_out, True, ctx.grad_quantizers[0])
+        fc1_weight = weight_for_dgrad(fc1_weight, origin_fc1_weight, ctx.weight_quantizers[0])
         dln = general_gemm(fc1_weight, dz, ctx.dtype, layout="NN")
+        if getattr(ctx, "is_fsdp2", False) and isinstance(fc1_weight, QuantizedTensorStorage):
+            clear_columnwise_cache(fc1_weight)
         if ln_out is not None:
             dfc1 = general_gemm(ln_out, dz, ctx.dtype, layout="NT")
             clear_tensor_data(ln_out)
@@ -132,6 +151,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
                 "activation_dtype": self.activation_dtype,
                 "is_grad_enabled": is_grad_enabled,
                 "quantizers": quantizers,
+                "is_fsdp2": self.is_fsdp2,
             }
             run = _LayerNormMLP.apply if is_grad_enabled else lambda *args: _LayerNormMLP.forward(None, *args)
             return run(

@@ -17,9 +17,16 @@ from transformer_engine.pytorch.module.base import (
     general_gemm,
     grad_output_preprocess,
     quantize_weight,
+    weight_for_dgrad,
 )
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-from transformer_engine.pytorch.quantized_tensor import clear_tensor_data, prepare_for_saving, restore_from_func_ctx
+from transformer_engine.pytorch.quantized_tensor import (
+    QuantizedTensorStorage,
+    clear_tensor_data,
+    prepare_for_saving,
+    restore_from_func_ctx,
+)
+from transformer_engine.pytorch.tensor.utils import clear_columnwise_cache
 
 
 def _check_fp8_reduce_and_update() -> bool:
@@ -36,6 +43,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, inp: Tensor, bias: Tensor | None, args: dict[str, Any]) -> Tensor:
         fp8, dtype, is_grad_enabled = args["fp8"], args["activation_dtype"], args["is_grad_enabled"]
+        is_fsdp2 = args["is_fsdp2"]
         input_quantizer, weight_quantizer, grad_output_quantizer = args["quantizers"]
         backward_needs_input = is_grad_enabled and weight.requires_grad
         inputmat: Any = inp
@@ -43,7 +51,7 @@ class _Linear(torch.autograd.Function):
             assert_dim_for_fp8_exec(inp, weight)
             input_quantizer.set_usage(rowwise=True, columnwise=backward_needs_input)
             inputmat = input_quantizer(inp)
-            columnwise_usage = is_grad_enabled and inp.requires_grad
+            columnwise_usage = is_grad_enabled and inp.requires_grad and not is_fsdp2
             if not columnwise_usage:
                 columnwise_usage = is_fp8_activation_recompute_enabled() and not in_fp8_activation_recompute_phase()
             weight_quantizer.set_usage(rowwise=True, columnwise=columnwise_usage)
@@ -60,6 +68,8 @@ class _Linear(torch.autograd.Function):
         if fp8 and backward_needs_input:
             inputmat.update_usage(rowwise_usage=False, columnwise_usage=True)
         saved_inputmat, wt_save = inputmat if backward_needs_input else None, weightmat
+        if is_fsdp2 and weightmat is not weight:
+            wt_save = None
         saved_weight, saved_bias = weight, bias
         tensors_to_save, tensor_objects = prepare_for_saving(saved_inputmat, wt_save, saved_weight, saved_bias)
         ctx.save_for_backward(*tensors_to_save)
@@ -67,6 +77,7 @@ class _Linear(torch.autograd.Function):
         ctx.fp8, ctx.dtype, ctx.inp_shape, ctx.use_bias = fp8, dtype, inp.shape, bias is not None
         ctx.requires_dgrad, ctx.requires_wgrad = inp.requires_grad, weight.requires_grad
         ctx.grad_output_quantizer, ctx.owns_input = grad_output_quantizer, inputmat is not inp
+        ctx.weight_quantizer, ctx.is_fsdp2 = weight_quantizer, is_fsdp2
         ctx.reduce_and_update_bwd_fp8_tensors = False
         if fp8 and (inp.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
             ctx.reduce_and_update_bwd_fp8_tensors = _check_fp8_reduce_and_update()
@@ -74,13 +85,14 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        inputmat, weightmat, _, _ = restore_from_func_ctx(ctx)
+        inputmat, weightmat, saved_weight, _ = restore_from_func_ctx(ctx)
         dy, grad_bias = grad_output_preprocess(ctx.fp8, grad_output, ctx.use_bias, ctx.grad_output_quantizer)
         dgrad = wgrad = None
         if ctx.requires_dgrad:
-            if ctx.fp8:
-                weightmat.update_usage(columnwise_usage=True)
+            weightmat = weight_for_dgrad(weightmat, saved_weight, ctx.weight_quantizer)
             dgrad = general_gemm(weightmat, dy, ctx.dtype, layout="NN").view(ctx.inp_shape)
+            if getattr(ctx, "is_fsdp2", False) and isinstance(weightmat, QuantizedTensorStorage):
+                clear_columnwise_cache(weightmat)
         if ctx.requires_wgrad:
             if ctx.fp8:
                 inputmat.update_usage(columnwise_usage=True)
@@ -111,7 +123,8 @@ class Linear(TransformerEngineBaseModule):
                 "is_grad_enabled": is_grad_enabled,
                 "quantizers": self._get_quantizers(),
                 "workspaces": self._fp8_workspaces,
-                "cache_name": None if is_first_microbatch is None else "weight",
+                "cache_name": None if (is_first_microbatch is None or self.is_fsdp2) else "weight",
+                "is_fsdp2": self.is_fsdp2,
             }
             run = _Linear.apply if is_grad_enabled else lambda *args: _Linear.forward(None, *args)
             return run(self.weight, inp, self.bias, arguments)
