@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.precision import transformer_engine as fabric
 from lightning.pytorch.plugins import TransformerEnginePrecision
+from lightning.pytorch.strategies import ModelParallelStrategy
 from support.architectures.fp8_models import InFp8, engine, recipe_of, strategy, trained
 from support.devices import emulated_device
 from support.families import PlainModel
@@ -20,6 +21,10 @@ from support.markers.slow import slow_if
 from support.trainer_harness import LanguageModel, loader
 from support.transformer_engine_stand_in import find_in, stand_in
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from typing_extensions import override
+
+from lightning_memo import MemoStrategy
 
 pytestmark = [pytest.mark.usefixtures("own_folder")]
 
@@ -82,8 +87,9 @@ def _compare(
     memo: dict[str, Any],
     plugin: Callable[[], Any] | None = None,
     precision: str = "bf16-true",
+    other: Any = None,
 ) -> Any:
-    """Train with and without the strategy, and return the result of the first."""
+    """Train with the strategy and with another one, by default Lightning's, and return the result of the first."""
     available, why = getattr(engine(), AVAILABLE[recipe])(return_reason=True)
     if not available:
         pytest.skip(why)
@@ -92,7 +98,7 @@ def _compare(
         how = {"precision": precision} if plugin is None else {"plugins": [plugin()]}
         return trained(by, module(), loader(2 * STEPS, TOKENS), accelerator="gpu", max_steps=STEPS, **how)
 
-    _, expected = train(None)
+    _, expected = train(other)
     result, found = train(strategy(attention="sdpa", check_restored=True, **memo))
     assert len(found) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -115,6 +121,33 @@ def test_layers_train_bit_by_bit_as_plainly(recipe: str, alpha: float) -> None:
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_norms_beside_them_with_weights_in_fp32(alpha: float) -> None:
     _compare("delayed", _module("delayed", normed=True), {"alpha": alpha}, precision="bf16-mixed")
+
+
+class _Sharded(InFp8):
+    """A module whose blocks are units of FSDP2 if Lightning's strategy for these trains it."""
+
+    @override
+    def configure_model(self) -> None:
+        if not isinstance(self.trainer.strategy, MemoStrategy):
+            model: Any = self.model
+            mesh: Any = self.device_mesh
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh["data_parallel"])
+            fully_shard(model, mesh=mesh["data_parallel"], reshard_after_forward=False)
+
+
+@slow_if(lambda recipe, alpha: recipe != "delayed" or alpha == 0.5)
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "blocks", "mxfp8"])
+def test_zero_trains_bit_by_bit_as_fsdp2(recipe: str, alpha: float) -> None:
+    """Modules quantize gathered weights again in the backward, by the scales of the next forward."""
+
+    def module() -> InFp8:
+        return _Sharded(recipe_of(recipe), lambda: PlainModel([_Block() for _ in range(LAYERS)], hidden=HIDDEN))
+
+    memo = {"alpha": alpha, "zero_stage": 3}
+    result = _compare(recipe, module, memo, other=ModelParallelStrategy(), precision="bf16-true")
+    assert all(m.is_fsdp2 for block in result.module.model.blocks for m in (block.qkv, block.out, block.mlp))
 
 
 def test_planned_memory() -> None:

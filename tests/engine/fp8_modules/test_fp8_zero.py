@@ -245,10 +245,10 @@ def alone(run: Run) -> list[float]:
         return trained(None, run.module(), data, max_steps=STEPS)[0].losses
 
 
-@slow_if(lambda recipe: recipe == "blocks")
-@pytest.mark.parametrize(("recipe", "bound"), [("delayed", 2e-3), ("current", 2e-3), ("blocks", 2e-3)])
+@slow_if(lambda recipe: recipe == "current")
+@pytest.mark.parametrize(("recipe", "bound"), [("delayed", 1e-3), ("current", 2e-3), ("blocks", 1e-6)])
 def test_losses_are_those_of_one_process_up_to_the_rounding_of_fp8(recipe: str, bound: float) -> None:
-    """With delayed scaling, the backward has other scales for weights; with the others, each process its own."""
+    """With delayed scaling, the backward has other scales for weights; with current scaling, each process its own."""
     run = Run(recipe)
     every = [found[1][0] for found in run_in_processes(PROCESSES, train, run, [0.5])]
     torch.testing.assert_close(torch.stack(every).mean(0), torch.tensor(alone(run)), rtol=bound, atol=0)

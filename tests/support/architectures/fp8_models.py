@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_memo import MemoStrategy
 from support.families import PlainBlock, PlainModel
+from support.parallel_training import whole
 from support.samples.callbacks import Gradients
 from support.trainer_harness import LanguageModel, fit, loader, plain
 
@@ -133,10 +134,10 @@ def trained(strategy: Any, module: LanguageModel, data: Any = None, **settings: 
     train: Callable[..., Any] = plain if strategy is None else lambda *a, **k: fit(strategy, *a, **k)
     callbacks = [gradients, scales, *settings.pop("callbacks", ())]
     result = train(module, loader() if data is None else data, callbacks=callbacks, **settings)
-    weights = [p.detach().clone() for p in module.parameters()]
+    weights = [whole(p) for p in module.parameters()]
     noted = [t for step in scales.noted for t in step]
     compared = [torch.tensor(result.losses), *gradients.last.values(), *weights, *noted]
-    return result, [t.cpu() for t in compared]  # some strategies leave the weights on the device
+    return result, [whole(t).cpu() for t in compared]  # some strategies leave the weights on the device
 
 
 def strategy(**settings: Any) -> MemoStrategy:
