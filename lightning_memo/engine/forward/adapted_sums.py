@@ -35,7 +35,8 @@ Span = tuple[Any, Any]
 def adapted_modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module, frozenset[int]]]:
     """Yield the modules of a layer that peft's LoRA adapts, with their names and the ids of the terms' weights.
 
-    Modules whose forward or parts are a user's own are left out: they might read terms past PyTorch's operators.
+    Left out are modules with a variant of LoRA that reads terms (DoRA), and those whose forward or parts are a user's
+    own, which might read terms past PyTorch's operators.
     """
     lora = sys.modules.get("peft.tuners.lora.layer")
     if lora is None:
@@ -43,7 +44,8 @@ def adapted_modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module, frozense
     for name, module in layer.named_modules():
         if not (isinstance(module, lora.Linear) and type(module).forward is lora.Linear.forward):
             continue
-        if not isinstance(vars(module).get("forward"), (NoneType, SummingForward)):
+        own = not isinstance(vars(module).get("forward"), (NoneType, SummingForward))
+        if own or any(adapter in module.lora_variant for adapter in module.active_adapters):
             continue
         if not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules() if part is not module):
             terms = [module.base_layer, *module.lora_B.values()]
