@@ -77,12 +77,16 @@ def plan_storage(
 def _in_long_slices(
     costs: StorageCosts, budget: StorageBudget, solution: StorageSolution, tile_tokens: int, longest: float
 ) -> _Found | None:
-    """Round to the largest tiles with which the step is fast enough, else to the given tiles, if that fits."""
+    """Round to the largest tiles with which the step is fast enough, else to the given tiles, if that fits.
+
+    Where layer inputs and attention outputs need small tiles to fit, the other kinds may do with large ones.
+    """
     found = None
     for tile in _tiles(costs.tokens, tile_tokens):
-        found = _round(costs, budget, solution, tile)
-        if found is not None and found[1].step_seconds <= longest:
-            break
+        for required_tile in dict.fromkeys((tile, tile_tokens)):
+            found = _round(costs, budget, solution, required_tile, tile)
+            if found is not None and found[1].step_seconds <= longest:
+                return found
     return found
 
 
@@ -98,7 +102,7 @@ def _in_little_room(
     for tile in (tile_tokens, 1):
         roomy = solve_storage(costs, _less(budget, costs, ideal, tile), may_drop_attention=may_drop_attention)
         for solution in (ideal, roomy):
-            found = _round(costs, budget, solution, tile) if solution else None
+            found = _round(costs, budget, solution, tile, tile) if solution else None
             if found is not None:
                 return found
     for place in PLACES:
@@ -114,9 +118,11 @@ def _all_in(place: Place, kinds: Sequence[str], tokens: int) -> CallPlan:
     return CallPlan(ranges=tuple(StoredRange(kind=kind, place=place, start=0, stop=tokens) for kind in kinds))
 
 
-def _round(costs: StorageCosts, budget: StorageBudget, solution: StorageSolution, tile: int) -> _Found | None:
+def _round(
+    costs: StorageCosts, budget: StorageBudget, solution: StorageSolution, tile: int, product_tile: int
+) -> _Found | None:
     """The fastest rounded plan that fits."""
-    ways = roundings(costs.classes, solution, costs.tokens, tile)
+    ways = roundings(costs.classes, solution, costs.tokens, tile, product_tile)
     fitting = [(calls, needs) for calls in ways if (needs := needs_of(costs, budget, calls)).fits(budget)]
     return min(fitting, key=lambda way: way[1].step_seconds, default=None)
 

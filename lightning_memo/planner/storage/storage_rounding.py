@@ -18,22 +18,26 @@ _NOTHING: Final = 1e-7
 
 
 def roundings(
-    calls: Sequence[CallCosts], solution: StorageSolution, tokens: int, tile: int
+    calls: Sequence[CallCosts], solution: StorageSolution, tokens: int, tile: int, product_tile: int
 ) -> Iterator[tuple[CallPlan, ...]]:
-    """Round shares of the tokens to ranges that begin at multiples of `tile`, in several ways.
+    """Round shares of the tokens to ranges that begin at multiples of a tile, in several ways.
 
     Args:
         calls: Classes of layer calls.
         solution: Shares of each class.
         tokens: Tokens of a layer call.
-        tile: Tokens of a tile.
+        tile: Tokens of a tile of layer inputs and attention outputs.
+        product_tile: Tokens of a tile of all other kinds.
 
     Yields:
         Plans of all classes. The last ones store no more than the shares, except for kinds that must be stored.
     """
     for missing in _MISSING:
         for spare in (*PLACES, None):
-            tilings = [_Tiling(shares, tokens, tile, solution.required, missing, spare) for shares in solution.shares]
+            tilings = [
+                _Tiling(shares, tokens, tile, product_tile, solution.required, missing, spare)
+                for shares in solution.shares
+            ]
             yield tuple(tiling.plan(call) for call, tiling in zip(calls, tilings, strict=True))
 
 
@@ -44,6 +48,7 @@ class _Tiling:
     shares: Shares
     tokens: int
     tile: int
+    product_tile: int
     required: Sequence[str]
     missing: float
     spare: Place | None  # gets the tokens by which the rounded sum is larger
@@ -71,16 +76,17 @@ class _Tiling:
         shares = {place: share for place in reversed(PLACES) if (share := self.shares[kind, place]) > _NOTHING}
         if not shares:
             return {}
-        first = 0 if kind in self.required else self._start(stop, sum(shares.values()), lowest)
+        first = 0 if kind in self.required else self._start(kind, stop, sum(shares.values()), lowest)
         lengths, start = {}, stop
         for place, share in shares.items():
-            lengths[place] = start - max(self._start(start, share, lowest), first)
+            lengths[place] = start - max(self._start(kind, start, share, lowest), first)
             start -= lengths[place]
         taker = self.spare if self.spare in shares else max(shares, key=lambda place: shares[place])
         if taker == self.spare or kind in self.required:
             lengths[taker] += start - first
         return lengths
 
-    def _start(self, stop: int, share: float, lowest: int) -> int:
-        tiles = math.ceil((stop - share * self.tokens) / self.tile - self.missing)
-        return min(max(tiles * self.tile, lowest), stop)
+    def _start(self, kind: str, stop: int, share: float, lowest: int) -> int:
+        tile = self.tile if kind in (INPUT, ATTENTION) else self.product_tile
+        tiles = math.ceil((stop - share * self.tokens) / tile - self.missing)
+        return min(max(tiles * tile, lowest), stop)

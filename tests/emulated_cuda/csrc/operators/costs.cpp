@@ -71,6 +71,9 @@ Cost traffic(std::initializer_list<at::Tensor> tensors) {
 
 Cost cost_of(const c10::OperatorHandle& op, const Values& arguments, const std::vector<at::Tensor>& results) {
   std::vector<at::Tensor> given = tensors_of(arguments);
+  for (size_t n = 0; n < op.schema().arguments().size(); ++n)  // written, and not read
+    if (op.schema().arguments()[n].is_out() && arguments[n].isTensor())
+      given.erase(std::find_if(given.begin(), given.end(), [&](const at::Tensor& t) { return t.is_same(arguments[n].toTensor()); }));
   for (const c10::IValue& value : arguments)
     if (value.isOptionalTensorList())
       for (const auto& t : value.toOptionalTensorVector())
