@@ -138,14 +138,13 @@ def _recomputed(question: Question, part: TokenRange) -> Iterator[str]:
     if part.action is not Action.RECOMPUTE:
         return
     shape, kernels = question.shape, layer_kernels(question)
-    known = set()
+    known: set[str] = set()
     for product in layer_products(shape, kernels):
-        adapters = product.adapters(shape)
-        name, saved = (
-            (adapters[0][0], f"within the adapter of {product.role}") if adapters else (product.name, product.role)
-        )
-        if part.places is not None and part.place(name) is not None:
-            known.add(saved)
+        stored = {product.name: product.role}
+        for first, _ in product.adapters(shape)[:1]:
+            stored[first] = f"within the adapter of {product.role}"
+        if part.places is not None:
+            known |= {tensor for name, tensor in stored.items() if part.place(name) is not None}
     dropped = part.places is not None and part.place("out") is None
     for tensor in saved_tensors(shape, kernels=kernels, sizes=element_bytes(question)):
         wanted = tensor.kind == "other" or (tensor.kind == "attention" and dropped)
