@@ -139,6 +139,8 @@ class Processes:
             check_divisible(module, self.sizes.tensor, config.tensor_parallel_plan)
         if self._experts is not None:
             check_experts(module, self.sizes.expert, self.sizes.tensor)
+        if self.pipeline is not None:
+            self.pipeline.prepare(module)
         if self.ranks.world:
             share_weights(module, self._device)
         if self.sizes.tensor > 1:

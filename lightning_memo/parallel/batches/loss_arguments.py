@@ -128,7 +128,7 @@ def why_loss_unfit(model: nn.Module) -> str:
             f"{class_name(host)} adds a mean over tokens to its loss, without num_items_in_batch (z_loss_coefficient="
             f"{coefficient}; 0 leaves it out)"
         )
-    function = None if host is None or host.loss_type is None else host.loss_function
+    function = None if host is None else host.loss_function  # of models without a known type: the one of causal models
     if function is None or str(getattr(function, "__module__", "")).startswith("transformers."):
         return ""
     missing = [name for name in _LOSS_ARGUMENTS if name not in inspect.signature(function).parameters]
@@ -147,7 +147,7 @@ def takes_loss_arguments(model: nn.Module) -> bool:
     Some models accept them but compute the loss without transformers' loss function.
     """
     host: Any = next(iter(find_hugging_face(model)), None)
-    if host is None or host.loss_type is None or host.config.is_encoder_decoder:
+    if host is None or host.config.is_encoder_decoder:
         return False
     passes_on = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(host.forward).parameters.values())
     # Some models refuse counts from transformers' Trainer, and pass all arguments on.

@@ -57,6 +57,7 @@ class Pipeline:
         self._messages = StageMessages(pipeline_groups(mesh, timeout, 2 if sizes.blocks == 1 else 4), device)
         self.stage = self._messages.stage
         self._tied = TiedWeights(ends_group(mesh, timeout))
+        self._staged: StagedModel | None = None
         self._run: PipelinedModel | None = None
         self._gradients: Gradients = {}
 
@@ -65,17 +66,29 @@ class Pipeline:
         """Largest number of micro-batches that are in flight, for each block of layers of this stage."""
         return most_in_flight(self.stage, self._sizes.pipeline, self._sizes.blocks)
 
+    def prepare(self, module: nn.Module) -> None:
+        """Find out what belongs to which stage, while each process can run the whole model. Sends nothing.
+
+        Args:
+            module: The module, of which nothing is divided yet.
+
+        Raises:
+            ValueError: The module cannot be divided over the stages.
+        """
+        self._staged = StagedModel.of(module, self._config.layers)
+
     def divide(self, module: nn.Module, mixed: bool) -> None:
-        """Take the weights of other stages out of a module.
+        """Take the weights of other stages out of a module, for which `prepare` was called.
 
         Args:
             module: The module.
             mixed: Whether it computes in bf16 with fp32 weights.
 
         Raises:
-            ValueError: The module cannot be divided over the stages.
+            ValueError: The layers cannot be divided over the stages.
         """
-        staged = StagedModel.of(module, self._config.layers)
+        staged, self._staged = self._staged, None
+        assert staged is not None
         counts = staged.divide(self._sizes.pipeline, self._sizes.blocks, self._config.pipeline_layers)
         self._tied.find(staged, self.stage, self._sizes.pipeline)
         setattr(module, WHOLE_NAMES, WholeNames.of(module))

@@ -108,7 +108,7 @@ class StageForward:
         if self._in_layers or self._received is None:
             raise ValueError(
                 f"pipeline_parallel_size: {class_name(module)} of an earlier stage is called behind the layers of this "
-                f"stage, as {self._model} runs its layers more than once or in another order: set "
+                f"stage, as {self._model} calls it more than once, or runs its layers in another order: set "
                 "pipeline_parallel_size=1"
             )
         return self._received
@@ -166,8 +166,13 @@ class StageForward:
         """Note what layers return: a hook behind the first one of the stage.
 
         Raises:
-            ValueError: They return other tensors than hidden states, too.
+            ValueError: They return other tensors than hidden states, too, or neither a tensor nor a tuple.
         """
+        if not isinstance(output, (Tensor, tuple)):
+            raise ValueError(
+                f"pipeline_parallel_size: {class_name(layer)} returns a {type(output).__name__}, and layers of other "
+                "stages return hidden states alone or in a tuple: set pipeline_parallel_size=1"
+            )
         others = output[1:] if isinstance(output, tuple) else ()
         if any(isinstance(leaf, Tensor) for leaf in tree_leaves(others)):
             raise ValueError(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_memo.parallel.batches.loss_arguments import takes_loss_arguments, why_loss_unfit
+from lightning_memo.parallel.pipeline.call_order import before_layers, has_weights
 from lightning_memo.parallel.pipeline.divide_layers import divide_layers
 from lightning_memo.parallel.pipeline.stage_forward import AbsentLayer, AbsentModule, StageForward
 from lightning_memo.utils.class_names import class_name
@@ -29,8 +30,8 @@ class StagedModel:
     Attributes:
         model: The model.
         layers: Its repeated layers, in order.
-        before: Modules with weights of their own that are registered before the layers.
-        after: Those behind the layers.
+        before: Modules with weights of their own that the model calls before the layers.
+        after: Those that it calls behind the layers.
     """
 
     model: nn.Module
@@ -59,7 +60,9 @@ class StagedModel:
         model = hosts[0]
         stack = select_stacks(module, layers, alone=True)[0].layers
         in_layers = {m for layer in stack for m in layer.modules()}
-        before, after = _around(model, in_layers)
+        before = before_layers(model, stack)
+        placed = in_layers.union(before)
+        after = [m for m in model.modules() if m not in placed and has_weights(m)]
         _check_parts(module, model, stack, in_layers, {*before, *after})
         return cls(model, stack, tuple(before), tuple(after))
 
@@ -171,19 +174,6 @@ class StagedModel:
         return self.layers[starts[block] : starts[block + 1]]
 
 
-def _around(model: nn.Module, in_layers: set[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the modules with weights of their own before and behind the layers, in the order of registration."""
-    before: list[nn.Module] = []
-    after: list[nn.Module] = []
-    found = before
-    for m in model.modules():
-        if m in in_layers:
-            found = after
-        elif any(True for _ in m.parameters(recurse=False)):
-            found.append(m)
-    return before, after
-
-
 def _check_parts(
     module: nn.Module, model: nn.Module, stack: Sequence[nn.Module], in_layers: set[nn.Module], around: set[nn.Module]
 ) -> None:
@@ -202,17 +192,13 @@ def _check_parts(
         what = f"weights in {name} that two modules have"
     for name, m in module.named_modules():
         is_known = m in in_layers or (m in around and in_layers.isdisjoint(m.modules()))
-        if not what and not is_known and _has_weights(m):
+        if not what and not is_known and has_weights(m):
             what = f"weights in {name or class_name(m)}"
     if what:
         raise ValueError(
             f"pipeline_parallel_size: {class_name(module)} has {what}, which belong to no stage: keep weights before, "
             f"in or behind the layers of {class_name(model)}, or set pipeline_parallel_size=1"
         )
-
-
-def _has_weights(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters(recurse=False))
 
 
 def _stand_in(module: nn.Module, forward: Any) -> nn.Module:

@@ -219,15 +219,16 @@ def _with_values(**sizes: Any) -> nn.Module:
 
     class Passes(type(model.model)):
         def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
-            first = self.embed_tokens(input_ids)
-            for layer in self.layers:
-                layer.register_forward_pre_hook(
-                    lambda m, a, k: (a, k | {"beside": first}), with_kwargs=True, prepend=True
-                )
+            self.first = self.embed_tokens(input_ids)
             return super().forward(input_ids, **kwargs)
+
+    def add_first(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        return args, kwargs | {"beside": model.model.first}
 
     model.model.layers = nn.ModuleList(map(Beside, model.model.layers))
     model.model.__class__ = Passes
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(add_first, with_kwargs=True, prepend=True)
     return model
 
 
@@ -276,7 +277,7 @@ def test_what_a_pipeline_cannot_do_is_refused_in_one_line(case: str) -> None:
 @pytest.mark.parametrize(
     ("family", "rank", "message"),
     [
-        (_twice, 1, "runs its layers more than once or in another order"),
+        (_twice, 1, "calls it more than once, or runs its layers in another order"),
         (_with_values, 0, "gets tensors beside its hidden states"),
         (_returning, 0, "returns other tensors beside its hidden states"),
     ],
