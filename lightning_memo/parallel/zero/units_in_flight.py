@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from lightning_memo.parallel.zero.zero_sharding import accumulating, fsdp_units, parameter_groups
+from lightning_memo.parallel.zero.zero_sharding import accumulating, forget_unfinished, fsdp_units, parameter_groups
 
 
 class UnitsInFlight:
@@ -59,6 +59,8 @@ class UnitsInFlight:
     def backward(self, forward: list[Any]) -> Iterator[None]:
         """Within this context the backward of a micro-batch runs.
 
+        If it fails, gradients that FSDP2 has not reduced are lost, and what was gathered for it is freed.
+
         Args:
             forward: What `take_forward` has returned after its forward.
         """
@@ -71,8 +73,13 @@ class UnitsInFlight:
         state._comm_ctx.post_forward_order[:] = forward
         for index, group in enumerate(forward):
             group._post_forward_indices.append(index)
-        yield
-        for each in running:
-            each._training_state = TrainingState.FORWARD
-        # Otherwise each layer would take itself for the root, and gather its weights after all computation before it.
-        state._state_ctx.iter_forward_root = root
+        try:
+            yield
+        except BaseException:
+            forget_unfinished(self._module)  # what FSDP2 does at the end of a backward does not come
+            raise
+        finally:
+            for each in running:
+                each._training_state = TrainingState.FORWARD
+            # Otherwise each layer would take itself for the root, and gather weights after all computation before it.
+            state._state_ctx.iter_forward_root = root
