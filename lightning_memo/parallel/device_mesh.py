@@ -83,17 +83,18 @@ def replicas(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
 def expert_meshes(mesh: DeviceMesh, experts: int, timeout: timedelta) -> ExpertMeshes:
     """Returns where the experts of a layer are.
 
-    Expert-parallel ranks are neighbours: those of a sequence first, then those of neighbouring data-parallel ranks.
+    Expert-parallel ranks are neighbours in one stage of a pipeline: those of a sequence first, then those of
+    neighbouring data-parallel ranks.
 
     Args:
         mesh: Device mesh of :func:`build_mesh`.
         experts: Expert-parallel size.
         timeout: How long a rank waits for the others.
     """
-    data, context, tensor = mesh.shape
-    replicas = data * context // experts
-    homes = _mesh(mesh.device_type, (replicas, experts * tensor), ("expert_replicas", "expert_homes"), timeout)
-    split = _mesh(mesh.device_type, (replicas, experts, tensor), ("expert_replicas", EXPERT, TENSOR), timeout)
+    *stages, data, context, tensor = mesh.shape
+    shape, names = (*stages, data * context // experts), (*(PIPELINE for _ in stages), "expert_replicas")
+    homes = _mesh(mesh.device_type, (*shape, experts * tensor), (*names, "expert_homes"), timeout)
+    split = _mesh(mesh.device_type, (*shape, experts, tensor), (*names, EXPERT, TENSOR), timeout)
     return ExpertMeshes(homes["expert_homes"], homes["expert_replicas"], split[EXPERT], mesh[TENSOR])
 
 

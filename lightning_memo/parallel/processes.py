@@ -135,12 +135,7 @@ class Processes:
         config = self._config
         if was_divided(module, self._division(mixed), is_stage(module)):
             return
-        if self.sizes.tensor > 1:  # refused before anything is sent
-            check_divisible(module, self.sizes.tensor, config.tensor_parallel_plan)
-        if self._experts is not None:
-            check_experts(module, self.sizes.expert, self.sizes.tensor)
-        if self.pipeline is not None:
-            self.pipeline.prepare(module)
+        self._check_divisible(module)
         if self.ranks.world:
             share_weights(module, self._device)
         if self.sizes.tensor > 1:
@@ -167,6 +162,19 @@ class Processes:
                 forwards,
                 self._experts,
             )
+
+    def _check_divisible(self, module: nn.Module) -> None:
+        """Check that a module can be divided, before anything is sent.
+
+        Raises:
+            ValueError: It cannot.
+        """
+        if self.sizes.tensor > 1:
+            check_divisible(module, self.sizes.tensor, self._config.tensor_parallel_plan)
+        if self._experts is not None:
+            check_experts(module, self.sizes.expert, self.sizes.tensor)
+        if self.pipeline is not None:
+            self.pipeline.prepare(module)
 
     def _division(self, mixed: bool) -> str:
         """Describe how a module is divided."""

@@ -227,6 +227,16 @@ def test_tensor_parallelism_divides_experts_but_not_the_router() -> None:
     assert two.others - one.others / 2 == both.others - one.others / 2 == 2048 * 128 / 2
 
 
+def test_stages_of_a_pipeline_divide_their_own_experts() -> None:
+    shape, sizes = ask().shape, {"pp": 2, "dp": 4}
+    whole, one = device_parameters(shape, Parallelism(dp=8)), device_parameters(shape, Parallelism(**sizes))
+    both = device_parameters(shape, Parallelism(**sizes, expert_parallel_size=4))
+    assert one.experts == whole.experts / 2
+    assert (both.experts, both.others) == (one.experts / 4, one.others)
+    found = _answers(ask(batch_size=8), {"pp": 2, "cp": 4, "zero_stage": 1})
+    assert {answer.parallel.expert_parallel_size for answer in found} == {1, 2, 4}
+
+
 # ---- time
 
 

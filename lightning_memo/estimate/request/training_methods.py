@@ -99,7 +99,7 @@ def why_not_by_method(question: Question, parallel: Parallelism) -> str:
     if parallel.virtual_pipeline_size > 1 and (parallel.pp == 1 or not runs_here(question)):
         size = parallel.virtual_pipeline_size
         return f"virtual_pipeline_size={size} is for pipelines of this package: give pp, or virtual_pipeline_size=1"
-    if parallel.pp > 1 and runs_here(question) and (why_not := _why_not_staged(question, parallel)):
+    if parallel.pp > 1 and runs_here(question) and (why_not := _why_not_staged(question)):
         return why_not
     if not traits.tensor_parallel and (parallel.tp > 1 or parallel.pp > 1):
         return f"{method} has neither tensor nor pipeline parallelism: tp and pp must be 1"
@@ -117,12 +117,8 @@ def why_not_by_method(question: Question, parallel: Parallelism) -> str:
     return ""
 
 
-def _why_not_staged(question: Question, parallel: Parallelism) -> str:
+def _why_not_staged(question: Question) -> str:
     """Return the setting beside which pipelines of this package do not run; empty if there is none."""
-    if parallel.expert_parallel_size > 1:
-        return (
-            f"pipelines run without divided experts, expert_parallel_size={parallel.expert_parallel_size}: pp must be 1"
-        )
     if question.zero_communication != "none":
         return f"pipelines send exact values, and zero_communication={question.zero_communication} rounds: pp must be 1"
     if question.zero_shard_size is not None:

@@ -3,17 +3,23 @@
 Note: [One order of collectives]
 With ZeRO 2 and 3, each micro-batch reduces gradients, and gathers weights, among the processes that hold the same
 weights. All of them must therefore run the same forwards and backwards in the same order: as many micro-batches, and
-all of them one by one if any process has to profile. With ZeRO 0 and 1, pipelines beside each other meet at the end of
-a batch only.
+all of them one by one if any process has to profile. The same holds for pipelines that share experts, and send each
+other tokens. Otherwise, with ZeRO 0 and 1, pipelines beside each other meet at the end of a batch only.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_memo.parallel.parallel_sizes import ParallelSizes
+
 _SAME = 1e-6  # as a fraction of the number
+_EXACT = 2**51  # whole numbers that fp64 has exactly, also times 3
 
 
 class BatchAgreement:
@@ -22,12 +28,24 @@ class BatchAgreement:
     Args:
         readers: The processes of one pipeline, which read the same batches.
         zero_stage: ZeRO stage.
+        sizes: Sizes of the kinds of parallelism.
         device: Device of this process.
     """
 
-    def __init__(self, readers: dist.ProcessGroup, zero_stage: int, device: torch.device) -> None:
-        self._zero_stage, self._device = zero_stage, device
-        self._group = dist.group.WORLD if zero_stage >= 2 else readers
+    def __init__(self, readers: dist.ProcessGroup, zero_stage: int, sizes: ParallelSizes, device: torch.device) -> None:
+        self._zero_stage, self._sizes, self._device = zero_stage, sizes, device
+        self._group = dist.group.WORLD if zero_stage >= 2 or self._share_experts else readers
+
+    @property
+    def _share_experts(self) -> bool:
+        """Whether processes of several pipelines do."""
+        return self._sizes.expert > self._sizes.context
+
+    def _why(self, zero: bool, experts: bool) -> tuple[str, str]:
+        """Return the settings that ask for equal numbers, and what to set in their place."""
+        given = {"zero_stage": (zero, self._zero_stage), "expert_parallel_size": (experts, self._sizes.expert)}
+        names = [name for name, (matters, _) in given.items() if matters]
+        return " and ".join(f"{name}={given[name][1]}" for name in names), " and ".join(f"{name}=1" for name in names)
 
     def most(self, number: int) -> int:
         """Return the largest number of any process that runs in the same order."""
@@ -43,18 +61,44 @@ class BatchAgreement:
         Raises:
             ValueError: They have not. All processes raise it.
         """
-        if self._zero_stage < (2 if training else 3):
+        by_zero = self._zero_stage >= (2 if training else 3)
+        if not by_zero and not self._share_experts:
             return
         least, most = self._range(torch.tensor(float(count)))
         if least < most:
+            settings, instead = self._why(by_zero, self._share_experts)
             raise ValueError(
                 f"pipeline_parallel_size: processes have {least:.0f} to {most:.0f} micro-batches in a batch, and with "
-                f"zero_stage={self._zero_stage} each waits for the others in each of them: give batches of equally "
-                "many rows to all data-parallel processes, or set zero_stage=1"
+                f"{settings} each waits for the others in each of them: give batches of equally many rows to all "
+                f"data-parallel processes, or set {instead}"
+            )
+
+    def check_padding(self, masks: Sequence[Tensor | None]) -> None:
+        """Check that processes of several pipelines that share experts have padding in the same micro-batches.
+
+        Layers get a mask only where there is padding, and a process tries out layers when they get one for the first
+        time. The others would have to do so, too, because each run of a layer sends tokens.
+
+        Args:
+            masks: The attention mask of each micro-batch, `[batch, tokens]`; `None` if all tokens are valid.
+
+        Raises:
+            ValueError: They have padding in others. All processes raise it.
+        """
+        if not self._share_experts:
+            return
+        padded = [mask is not None and not bool(mask.all()) for mask in masks]
+        which = functools.reduce(lambda a, b: (3 * a + b) % _EXACT, padded, 1)
+        least, most = self._range(torch.tensor(which, dtype=torch.float64))
+        if least < most:
+            raise ValueError(
+                "pipeline_parallel_size: processes that share experts have padding in other micro-batches of a batch: "
+                "pack rows or pad all of them, leave attention_mask out if no token is to be ignored, or set "
+                "expert_parallel_size=1"
             )
 
     def check_factor(self, factor: Tensor) -> None:
-        """Check that all processes multiply reduced gradients by the same number.
+        """Check that all processes multiply gradients by the same number that several have contributed to.
 
         Args:
             factor: The gradient of the loss that this process's model has returned, a scalar.
@@ -62,14 +106,16 @@ class BatchAgreement:
         Raises:
             ValueError: They do not. All processes raise it.
         """
-        if self._zero_stage < 2:
+        by_zero, by_experts = self._zero_stage >= 2, self._sizes.expert > 1
+        if not by_zero and not by_experts:
             return
         least, most = self._range(factor)
         if most - least > _SAME * max(abs(least), abs(most)):
+            settings, instead = self._why(by_zero, by_experts)
             raise ValueError(
                 f"pipeline_parallel_size: the training step multiplies the model's loss by {least:.6g} to {most:.6g} "
-                f"in other processes, and with zero_stage={self._zero_stage} gradients have been summed over them "
-                "before: multiply it by the same number in all processes, or set zero_stage=1"
+                f"in other processes, and with {settings} gradients have been summed over them before: multiply it by "
+                f"the same number in all processes, or set {instead}"
             )
 
     def _range(self, number: Tensor) -> tuple[float, float]:

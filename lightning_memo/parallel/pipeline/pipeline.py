@@ -53,7 +53,7 @@ class Pipeline:
         timeout: timedelta,
     ) -> None:
         self._config, self._sizes, self._current = config, sizes, current_layout
-        self._agreement = BatchAgreement(readers_group(mesh, timeout), config.zero_stage, device)
+        self._agreement = BatchAgreement(readers_group(mesh, timeout), config.zero_stage, sizes, device)
         self._messages = StageMessages(pipeline_groups(mesh, timeout, 2 if sizes.blocks == 1 else 4), device)
         self.stage = self._messages.stage
         self._tied = TiedWeights(ends_group(mesh, timeout))

@@ -63,5 +63,6 @@ def divide_experts(experts: Iterable[nn.Module], meshes: ExpertMeshes) -> None:
 
 
 def divided_experts(module: nn.Module) -> list[nn.Module]:
-    """Returns the experts of a model that :func:`divide_experts` has divided."""
-    return [m for m in module.modules() if isinstance(getattr(m, "tensor_style", None), Experts)]
+    """Returns the experts of a model that :func:`divide_experts` has divided, but for those of other stages."""
+    divided = [m for m in module.modules() if isinstance(getattr(m, "tensor_style", None), Experts)]
+    return [m for m in divided if any(True for _ in m.parameters())]

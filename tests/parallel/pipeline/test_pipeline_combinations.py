@@ -144,7 +144,6 @@ def test_stages_name_places_for_kinds_of_tensors_by_themselves(divided: str, dev
     [
         {"zero_stage": 3, "zero_shard_size": 2},
         {"zero_stage": 2, "zero_communication": "int8"},
-        {"expert_parallel_size": 2},
     ],
     ids=str,
 )

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_memo.engine import TestMode
 from lightning_memo.parallel.local_tensors import local_part
+from lightning_memo.parallel.parallel_sizes import ParallelSizes
 from lightning_memo.parallel.pipeline.batch_agreement import BatchAgreement
 from lightning_memo.parallel.zero.gradient_places import ReducedGradient
 
@@ -161,7 +162,7 @@ def test_losses_that_all_pipelines_multiply_by_one_number_train() -> None:
 
 def _check_counts(zero_stage: int, training: bool) -> str:
     try:
-        agreement = BatchAgreement(dist.group.WORLD, zero_stage, DEVICE)
+        agreement = BatchAgreement(dist.group.WORLD, zero_stage, ParallelSizes(data=2), DEVICE)
         agreement.check_micro_batches(3 + dist.get_rank(), training)
     except ValueError as error:
         return str(error)
