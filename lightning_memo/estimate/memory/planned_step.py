@@ -1,7 +1,7 @@
 """Peak of a training step that runs by a plan, computed from buffers with lifetimes.
 
 The plan's own number of device bytes is an upper bound: it adds the peaks of different moments. A step reaches its peak
-in one of these: in the forward of its last layer, when all kept tensors are alive; in the loss; in the backward of a
+in one of these: in the forward of a layer, when those before it keep tensors; in the loss; in the backward of a
 layer, when the layers after it have gradients and those before it keep tensors; or in the optimizer. Lightning deletes
 the gradients of the step before between forward and backward.
 """
@@ -60,11 +60,11 @@ class PlannedStep:
         """Peak above weights, all gradients and the optimizer state."""
         step, kept = self.step, [call.kept_bytes for call in self.calls]
         peaks = [sum(kept) + step.peak_of_loss, step.optimizer_bytes]
-        if not self.plain:
-            peaks += [sum(kept) + self._forward(call) for call in set(self.calls)]
+        forward = {call: 0 if self.plain else self._forward(call) for call in set(self.calls)}
         backward = {call: self._backward(call) for call in set(self.calls)}
         for number, call in enumerate(self.calls):
-            peaks.append(sum(kept[: number + 1]) + backward[call] - step.gradients_missing_before(number))
+            before = sum(kept[: number + 1])
+            peaks += [before + forward[call], before + backward[call] - step.gradients_missing_before(number)]
         return self.buffer_bytes + max(peaks)
 
     def _forward(self, call: PlannedCall) -> int:
