@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lightning_memo.estimate.inputs.precision_bytes import FP32
 from lightning_memo.estimate.memory.working_set import HuggingFaceStep
 
 
@@ -97,14 +98,16 @@ class PlannedStep:
             b.make(self.step.stream)  # gradient of the layer's output
             layer = self._layer(call, number)
             others = sum(layer.saved_bytes(each.tokens, each.made) for each in call.slices[:number])
-            others += sum(map(self._keys_values, call.slices[:number]))
             if number < last:
                 b.make(self.step.stream)  # gradient of the layer's input
-                b.make(self._keys_values(part) + others)
+                b.make(self._gradients_of_keys(call.slices[: number + 1]) + sum(map(self._keys_values, call.slices)))
+                b.make(others)
                 others = 0
                 if not layer.gradients_stay:  # those of the slices before exist
                     b.make(layer.trained_in_a_layer * layer.sizes.gradient)
                     layer = replace(layer, gradients_stay=True)
+            else:
+                others += sum(map(self._keys_values, call.slices[:number]))
             freed += layer.saved_bytes(part.tokens, part.kept)
             layer.differentiate(b, b.make(0), part.made | part.kept, others)
             peaks.append(b.lower_bound_bytes - freed)
@@ -114,6 +117,10 @@ class PlannedStep:
         """A layer that runs on the tokens of a slice."""
         shape = replace(self.step.shape, input_gradient=call.input_gradient)
         return replace(self.step, shape=shape, tokens=call.slices[number].tokens, blocks=number > 0)
+
+    def _gradients_of_keys(self, parts: Sequence[PlannedSlice]) -> int:
+        """Bytes of the sums of gradients of keys and values, which are in fp32."""
+        return sum(map(self._keys_values, parts)) * FP32 // self.step.sizes.product
 
     def _keys_values(self, part: PlannedSlice) -> int:
         shape = self.step.shape

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Final
 
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.estimate.inputs.parallelism import Parallelism
@@ -18,6 +19,9 @@ from lightning_memo.estimate.step.planner_inputs import has_known_step, known_st
 from lightning_memo.estimate.times.layer_products import layer_products
 from lightning_memo.planner.storage.storage_plan_slices import stored_slices
 from lightning_memo.planner.token_slices import Action, TokenRange, slice_tokens_by_alpha
+
+# The layer saves queries and keys behind their rotary positions.
+_ROTATED: Final = ("query", "key")
 
 
 def bytes_of_plan(question: Question, parallel: Parallelism, plan: Plan) -> dict[str, int]:
@@ -134,13 +138,13 @@ def _slices(plan: Plan, call: int) -> tuple[TokenRange, ...]:
 
 
 def _recomputed(question: Question, part: TokenRange) -> Iterator[str]:
-    """Names of the saved tensors that a slice computes again. Outputs of stored products are not copied."""
+    """Names of the saved tensors that a slice computes again. Outputs of stored products, if saved, are not copied."""
     if part.action is not Action.RECOMPUTE:
         return
     shape, kernels = question.shape, layer_kernels(question)
     known: set[str] = set()
     for product in layer_products(shape, kernels):
-        stored = {product.name: product.role}
+        stored = {product.name: product.role} if product.role not in _ROTATED else {}
         for first, _ in product.adapters(shape)[:1]:
             stored[first] = f"within the adapter of {product.role}"
         if part.places is not None:
