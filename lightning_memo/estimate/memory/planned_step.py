@@ -98,16 +98,16 @@ class PlannedStep:
             b.make(self.step.stream)  # gradient of the layer's output
             layer = self._layer(call, number)
             others = sum(layer.saved_bytes(each.tokens, each.made) for each in call.slices[:number])
+            others += sum(map(self._keys_values, call.slices)) if last else 0  # side by side
             if number < last:
                 b.make(self.step.stream)  # gradient of the layer's input
-                b.make(self._gradients_of_keys(call.slices[: number + 1]) + sum(map(self._keys_values, call.slices)))
-                b.make(others)
+                b.make(others + self._gradients_of_keys(call.slices[: number + 1]))
                 others = 0
                 if not layer.gradients_stay:  # those of the slices before exist
                     b.make(layer.trained_in_a_layer * layer.sizes.gradient)
                     layer = replace(layer, gradients_stay=True)
             else:
-                others += sum(map(self._keys_values, call.slices[:number]))
+                others += self._gradients_of_keys(call.slices[:number])
             freed += layer.saved_bytes(part.tokens, part.kept)
             layer.differentiate(b, b.make(0), part.made | part.kept, others)
             peaks.append(b.lower_bound_bytes - freed)
