@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from support.families import PlainModel, make_batch
+from support.markers.slow import slow_if
 from support.trainer_harness import (
     LanguageModel,
     Sequences,
@@ -103,6 +104,7 @@ def _compile_model(model: PlainModel) -> None:
     model.compile(backend="aot_eager")
 
 
+@slow_if(lambda alpha: alpha != 0.5)
 @pytest.mark.parametrize("alpha", [0.5, 1.0])
 @pytest.mark.parametrize("compile_it", [_compile_pieces, _compile_layers, _wrap_layers, _compile_model])
 def test_compiled_code_rests(compile_it: Callable[[PlainModel], None], alpha: float) -> None:
@@ -219,6 +221,7 @@ class Watch(Callback):
         self.overflow_bytes = trainer.strategy.engine.memory.stats.overflow_bytes
 
 
+@slow_if(lambda alpha: alpha != 0.5)
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("by_function", [True, False], ids=["own backward", "autograd"])
 def test_quantised_weights(by_function: bool, alpha: float) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from support.families import PlainBlock, PlainModel
+from support.markers.slow import slow_if
 from support.samples.messages import assert_one_line
 from support.trainer_harness import LanguageModel, copy_threads, fit, forwards, plain
 from torch import Tensor, nn
@@ -199,6 +200,7 @@ class Beside(PlainModel):
         self.head = Again(self.head, reentrant)
 
 
+@slow_if(lambda alpha: alpha != 0.5)
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 @pytest.mark.parametrize("reentrant", [True, False, None])
 def test_beside_the_layers_it_goes_on_working(reentrant: bool | None, alpha: float) -> None:
@@ -218,6 +220,7 @@ def test_a_tower_that_transformers_checkpoints_is_none_of_the_layers() -> None:
         fit(MemoStrategy(), LanguageModel(lambda: model), max_steps=1)
 
 
+@slow_if(lambda alpha: alpha != 0.5)
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_dropout_that_another_library_draws_again(alpha: float) -> None:
     """The layers are not cut, and the results are bit-identical."""

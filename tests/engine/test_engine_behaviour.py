@@ -100,7 +100,7 @@ def _forwards_and_backwards_interleaved(model: nn.Module) -> Tensor:
     return first + second + third
 
 
-slow_pair = slow_if(lambda family, alpha: (family == "llama") != (alpha == 0.5))
+slow_pair = slow_if(lambda family, alpha: (family, alpha) not in (("llama", 0.5), ("gpt2_dropout", 0.0)))
 
 each_loop = pytest.mark.parametrize(
     "loop",
@@ -139,7 +139,7 @@ def test_loops(family: str, alpha: float, loop: Callable[[nn.Module], Tensor]) -
         assert under_test.engine.profile is None
 
 
-@slow_if(lambda alpha: alpha == 0.0)
+@slow_if(lambda alpha: alpha != 0.5)
 @each_alpha
 @each_loop
 def test_more_forwards_before_a_backward_than_planned(alpha: float, loop: Callable[[nn.Module], Tensor]) -> None:
@@ -495,7 +495,7 @@ def test_frozen_parts(freeze: Callable[[nn.Module], None], padded: bool) -> None
     assert_trains_like_plain(model, make_batch(2, TOKENS, padded))
 
 
-@slow_if(lambda amp, alpha: amp and alpha != 0.5)
+@slow_if(lambda alpha: alpha != 0.5)
 @pytest.mark.parametrize("amp", [False, True], ids=["fp32", "autocast"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1], ids=["no_dropout", "dropout"])
 @each_alpha

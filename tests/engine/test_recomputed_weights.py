@@ -28,8 +28,6 @@ SETTINGS = {
     "kinds": {"storage": "kinds", "device_memory": "1GiB", "host_memory": "1GiB"},
 }
 
-QUICK = [SETTINGS["half"], SETTINGS["all"]]
-
 
 def block(compute: Callable[[PlainBlock, Tensor], Tensor]) -> Callable[[], nn.Module]:
     """Return a function that builds a model whose blocks add something that they compute."""
@@ -66,7 +64,7 @@ CALLING = {
 }
 
 
-@slow_if(lambda compute, settings: not (settings in QUICK or compute is CHOOSING["topk"]))
+@slow_if(lambda compute, settings: settings != SETTINGS["all"] and compute is not CHOOSING["topk"])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("compute", CHOOSING.values(), ids=CHOOSING)
 def test_choices_among_weights(compute: Any, settings: dict[str, Any]) -> None:
@@ -82,7 +80,7 @@ def test_a_choice_among_weights_keeps_no_indices() -> None:
     assert len(noted) == 1
 
 
-@slow_if(lambda compute, settings: not (settings in QUICK or compute is CALLING["low_rank"]))
+@slow_if(lambda compute, settings: settings != SETTINGS["all"] and compute is not CALLING["low_rank"])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("compute", CALLING.values(), ids=CALLING)
 def test_functions_of_weights(compute: Any, settings: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from support.harness import (
     in_double,
     loss_and_gradients,
 )
+from support.markers.slow import slow_if
 from support.samples.storage_kinds import BASE, TOKENS, ByKind, Rows, everything
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -252,6 +253,7 @@ def by_kind(under_test: ByKind) -> list[Counter[str]]:
     return totals
 
 
+@slow_if(lambda family, dropped: dropped == 2 and family != "llama")
 @pytest.mark.parametrize("family", ["llama", "llama_gqa", "gpt2"])
 @pytest.mark.parametrize("dropped", [1, 2])
 def test_a_profiled_step_drops_attention_for_which_the_host_has_no_room(family: str, dropped: int) -> None:
@@ -275,6 +277,7 @@ def test_a_profiled_step_drops_attention_for_which_the_host_has_no_room(family: 
 # ---- copy races
 
 
+@slow_if(lambda name: name != "llama")
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_delays_and_poison_change_nothing(name: str) -> None:
     model, batch = build(name), make_batch(2, TOKENS)

@@ -11,6 +11,7 @@ import transformers
 from support.draws import draws
 from support.families import FAMILIES, make_batch
 from support.harness import EngineUnderTest, Step, assert_equal, loss_and_gradients
+from support.markers.slow import slow_if
 from torch import nn
 
 from lightning_memo.engine import TestMode
@@ -78,6 +79,7 @@ CASES = [
 each_case = pytest.mark.parametrize(("family", "alpha", "slice_tokens"), CASES)
 
 
+@slow_if(lambda family, alpha: alpha != 0.5 and (family, alpha) != ("llama", 0.0))
 @pytest.mark.parametrize(("family", "alpha", "slice_tokens"), CASES[:3] + CASES[4:7])
 def test_delays_and_poison_change_nothing(family: str, alpha: float, slice_tokens: int | None) -> None:
     steps = profiled(family, alpha, slice_tokens)
@@ -110,6 +112,7 @@ def _make_copy_stream(broken: str, device: torch.device, name: str, *arguments: 
     return (HeedlessStream if name == broken else ThreadCopyStream)(name, *arguments)
 
 
+@slow_if(lambda alpha: alpha != 0.5)
 @pytest.mark.parametrize("broken", ["offload", "prefetch"])
 @each_case
 def test_missing_wait_is_noticed(

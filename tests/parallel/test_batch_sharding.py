@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from support.families import FAMILIES
+from support.markers.slow import slow_if
 from support.processes import run_in_processes
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
@@ -596,6 +597,7 @@ def numbers(batches):
     return [batch.tolist() for batch in batches]
 
 
+@slow_if(lambda num_workers, length: num_workers and length != 29)
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("length", [24, 29, 3])
 def test_every_rank_reads_its_batches_of_a_stream(num_workers, length):
@@ -699,6 +701,7 @@ QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": 
 MINE = [[2, 3], [8, 9], [14, 15]]
 
 
+@slow_if(lambda num_workers, settings: num_workers and settings)
 @pytest.mark.parametrize(
     ("stream", "settings", "expected"),
     [

@@ -192,7 +192,7 @@ def test_state_survives_a_tour_of_topologies(saved_by, tmp_path):
     assert_same(run("one", load, path)[0], saved)
 
 
-@slow_if(lambda target: target == "zero0-dp2-tp2")
+@slow_if(lambda target, changes: target == "zero0-dp2-tp2" or (target == "one" and "trained" not in changes))
 @pytest.mark.parametrize(
     "changes",
     [{"dtype": torch.bfloat16}, {"tied": True}, {"frozen": True}, {"trained": 0}],
@@ -312,7 +312,7 @@ def killed(function, *args):
     return status != 0
 
 
-@slow_if(lambda kind: kind in ("folder", "file", "link"))
+@slow_if(lambda kind: kind != "previous")
 @pytest.mark.filterwarnings("ignore:.*a save was interrupted")
 @pytest.mark.parametrize("kind", ["none", "folder", "file", "link", "previous"])
 def test_kill_at_any_point_leaves_a_whole_checkpoint(tmp_path, kind):
@@ -353,6 +353,7 @@ def save_and_die(path, rank, at):
     save("zero2-dp2", path, rest={"epoch": "new"}, seed=4)
 
 
+@slow_if(lambda rank: rank == 1)
 @pytest.mark.parametrize(("rank", "at"), [(0, 2), (1, 0)], ids=["first rank", "other rank"])
 def test_kill_of_one_rank_leaves_the_old_checkpoint(tmp_path, rank, at):
     saved = run("zero2-dp2", save, tmp_path / "last.ckpt", rest={"epoch": "old"})

@@ -192,7 +192,7 @@ def _fit(module: LanguageModel, settings: dict[str, Any], **trainer: Any) -> Non
         make_trainer(strategy, devices=dist.get_world_size(), **({"max_epochs": 1} | trainer)).fit(module, _loader())
 
 
-@slow_if(lambda configuration: configuration not in ("dp2 zero3", "cp2 ring"))
+@slow_if(lambda configuration: configuration != "dp2 zero3")
 @pytest.mark.parametrize("configuration", ["dp2 zero0", "dp2 zero1", "dp2 zero1 offload", "dp2 zero3", "cp2 ring"])
 def test_an_interrupted_accumulation_leaves_nothing(configuration: str) -> None:
     zero = {f"dp2 zero{stage}": (2, {"zero_stage": stage}) for stage in range(4)}

@@ -19,12 +19,7 @@ CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@slow_if(
-    lambda configuration, precision: (
-        configuration not in ("dp2 zero3", "cp2 ring", "tp2+sp")
-        or (configuration == "cp2 ring") != (precision == "bf16-mixed")
-    )
-)
+@slow_if(lambda case_id: case_id not in ("dp2 zero3-bf16-true", "cp2 ring-bf16-mixed"))
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_distance_to_fp32(configuration: str, precision: str) -> None:

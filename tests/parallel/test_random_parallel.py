@@ -74,7 +74,7 @@ def train_or_refuse(run: Run, strategy: dict[str, Any]) -> Outcome | str:
         return str(error)
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2, pytest.param(9, marks=pytest.mark.slow)])
 def test_trains_as_one_process_or_refuses(count: int) -> None:
     @settings(
         max_examples=draws(count), derandomize=REPEATABLE, database=None, print_blob=False,

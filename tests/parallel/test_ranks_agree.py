@@ -69,6 +69,7 @@ def test_plain_training_only_where_all_have_room() -> None:
     assert first.swap.alpha == second.swap.alpha
 
 
+@slow_if(lambda cut: "tensor_parallel_size" in cut)
 @pytest.mark.parametrize("cut", [{}, {"context_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=["dp", "cp", "tp"])
 def test_a_host_budget_that_is_too_small_ends_all(cut: dict[str, Any]) -> None:
     settings = [MEMO | cut, MEMO | cut | {"host_memory": "4KiB"}]

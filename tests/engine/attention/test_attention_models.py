@@ -42,7 +42,7 @@ def _cases() -> list[Any]:
     return [pytest.param(name, s, id=f"{name}-{s}") for name, (_, settings) in TRAINED.items() for s in settings]
 
 
-@slow_if(lambda name, settings: settings in ({}, {"alpha": 0.0}, {"alpha": 1.0}) and name not in ("gpt_oss", "bart"))
+@slow_if(lambda name, settings: settings != {"alpha": 0.5} and name not in ("gpt_oss", "bart"))
 @pytest.mark.parametrize(("name", "settings"), _cases())
 def test_gradients_are_those_of_plain_training(name: str, settings: dict[str, Any]) -> None:
     build, batch = TRAINED[name][0], models.BATCHES.get(name, models.text)

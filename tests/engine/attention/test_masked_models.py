@@ -177,7 +177,7 @@ MODELS: list[tuple[Callable[[], nn.Module], Callable[[], Batch]]] = [
 ]  # fmt: skip
 
 
-@slow_if(lambda build, alpha: alpha != 0.5 and build is not gemma3)
+@slow_if(lambda batch, alpha: alpha != 0.5 and batch is not with_image)
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize(("build", "batch"), MODELS)
 def test_gradients_are_those_of_plain_training(
@@ -187,6 +187,7 @@ def test_gradients_are_those_of_plain_training(
     assert max(found.values()) < BOUND, found
 
 
+@slow_if(lambda build, host_backed: build is own_window or (build is llama and host_backed == "none"))
 @pytest.mark.parametrize(
     ("build", "batch", "host_backed"),
     [
@@ -222,6 +223,7 @@ def test_refusals(build: Callable[[], nn.Module], data: list[Batch], settings: d
     assert "\n" not in str(caught.value)
 
 
+@slow_if(lambda images: images[0])
 @pytest.mark.parametrize("images", [(False, True), (True, False)])
 def test_steps_with_and_without_images(images: tuple[bool, bool]) -> None:
     """The layers are cut in the steps without images only."""
@@ -271,6 +273,7 @@ def divided_loss(build: Callable[[], nn.Module], batch: Callable[[], Batch]) -> 
     ).losses[0]
 
 
+@slow_if(lambda batch: batch is without_image)
 @pytest.mark.parametrize(("build", "batch"), [(gemma3, without_image), (gemma3, images_in_both_halves), (eager, text)])
 def test_masks_among_processes(build: Callable[[], nn.Module], batch: Callable[[], Batch]) -> None:
     parts = run_in_processes(2, divided_loss, build, batch)

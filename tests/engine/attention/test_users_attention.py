@@ -12,6 +12,7 @@ from support.attention.attention_models import text
 from support.attention.recorded_training import BOUND, Recording, compare, errors, plain_training, train
 from support.families import VOCABULARY, PlainModel, make_batch
 from support.harness import Batch
+from support.markers.slow import slow_if
 from support.trainer_harness import batches, fit
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -59,6 +60,7 @@ def registered(function: Callable[..., Any], name: str) -> Callable[[], nn.Modul
 REGISTERED = {"louder": registered(louder, "louder"), "off_by_one": registered(off_by_one, "off_by_one")}
 
 
+@slow_if(lambda name, settings: settings != {"alpha": 0.5} and name != "louder")
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", REGISTERED)
 def test_registered_functions_compute_what_they_compute_in_plain_training(name: str, settings: dict[str, Any]) -> None:
@@ -166,6 +168,7 @@ class Refilling(Recording):
         return loss
 
 
+@slow_if(lambda alpha: alpha != 0.5)
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_a_mask_that_changes_before_the_backward_is_refused(alpha: float) -> None:
     with pytest.raises(RuntimeError, match="the attention mask of Refilled was changed in place"):

@@ -103,7 +103,7 @@ CASES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@slow_if(lambda case, settings: settings["alpha"] != 0.5 and case not in ("tuple", "written dict"))
+@slow_if(lambda case, settings: settings != {"alpha": 0.5} and case != "written dict")
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("error:.*layers run as one slice")

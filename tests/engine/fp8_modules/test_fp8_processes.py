@@ -61,6 +61,7 @@ def _plainly() -> Noted:
     return losses, noted
 
 
+@slow_if(lambda alpha: alpha == 1)
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_data_parallel_processes_have_the_scales_of_plain_training(alpha: float) -> None:
     expected = run_in_processes(2, _train, None)

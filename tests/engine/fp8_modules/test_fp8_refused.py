@@ -22,6 +22,7 @@ from support.architectures.fp8_models import (
     strategy,
     trained,
 )
+from support.markers.slow import slow_if
 from support.trainer_harness import LanguageModel, fit, loader, make_trainer
 from torch import Tensor, nn
 from typing_extensions import override
@@ -269,6 +270,7 @@ def test_settings_that_cut_or_share_layers_are_refused(te: Any, case: str) -> No
     )
 
 
+@slow_if(lambda case: case not in ("slices", "zero"))
 @pytest.mark.parametrize("case", OTHERS)
 def test_they_are_refused_when_fp8_begins(te: Any, case: str) -> None:
     settings, told = OTHERS[case]

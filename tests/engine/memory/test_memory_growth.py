@@ -87,6 +87,7 @@ def test_full_recomputation_takes_no_more_than_gradient_checkpointing(layers: in
     assert peak_with_engine(layers, 0.0) <= 1.15 * peak_of_plain_training(layers, True)
 
 
+@slow_if(lambda alpha: alpha != 0.5)
 @each_alpha
 def test_after_the_forward_only_the_last_two_layers_are_on_the_device(alpha: float) -> None:
     model, batch = build(8), make_batch(BATCH, TOKENS)

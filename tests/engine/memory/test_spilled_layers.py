@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.families import make_batch
 from support.harness import DELAYS, EngineUnderTest, Step, assert_equal
+from support.markers.slow import slow_if
 from support.samples.spilled import SWAPPED_CALLS, Counted, build
 
 from lightning_memo.artifacts import spill_layout
@@ -40,6 +41,7 @@ def two_steps(under_test: EngineUnderTest) -> list[Step]:
     return [under_test.step(BATCH, seed=seed) for seed in (5, 6)]
 
 
+@slow_if(lambda alpha: alpha != 0.5)
 @pytest.mark.parametrize(
     ("family", "alpha", "slice_tokens"),
     [("llama", 0.0, None), ("llama", 0.5, None), ("llama", 1.0, None), ("gpt2_dropout", 0.5, 13)],

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from support.families import PlainBlock, PlainModel
+from support.markers.slow import slow_if
 from support.trainer_harness import LanguageModel, fit, loader, plain
 from torch import Tensor, nn
 
@@ -94,6 +95,7 @@ class Noisy(nn.Module):
         return self.block(x) + torch.empty_like(x).normal_(generator=self.chance)
 
 
+@slow_if(lambda kind, alpha: alpha != 0.5 and kind is not Counting)
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("kind", [Delayed, Replaced, Normalised, Counting, Noisy])
 def test_buffers_are_those_of_plain_training(kind: type[nn.Module], alpha: float) -> None:
@@ -112,6 +114,7 @@ def test_buffers_are_those_of_plain_training(kind: type[nn.Module], alpha: float
         assert torch.equal(a, b), name
 
 
+@slow_if(lambda alpha: alpha != 0.5)
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_sparse_buffers(alpha: float) -> None:
     """They have neither bytes nor a storage of their own, and stay on the device."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.attention.recorded_training import Recording, blocks, compare
 from support.families import PlainBlock
+from support.markers.slow import slow_if
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -69,6 +70,7 @@ class Mean(Written):
         self.history = 0.9 * self.history + x.detach().mean().abs()
 
 
+@slow_if(lambda kind, alpha: alpha != 0.5 and kind is not Twice)
 @pytest.mark.filterwarnings("ignore:.*layers run as one slice")
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("kind", [Written, Twice, Bounded, Mean])
@@ -79,6 +81,7 @@ def test_buffers_that_autograd_saves(kind: type[Written], alpha: float) -> None:
 LINE = "writes into its buffer history, which it did not in its first forward, and each slice would do it again: let it"
 
 
+@slow_if(lambda first: first == 4)
 @pytest.mark.parametrize("first", [2, 4])
 @pytest.mark.parametrize("kind", [Written, Mean])
 def test_layers_that_begin_to_write(kind: type[Written], first: int) -> None:

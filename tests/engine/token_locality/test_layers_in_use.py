@@ -58,6 +58,7 @@ def loss_of(model: PlainModel, x: Tensor, labels: Tensor) -> CausalLMOutput:
     return CausalLMOutput(loss=F.cross_entropy(model.head(x)[:, :-1].reshape(-1, VOCABULARY), labels[:, 1:].flatten()))
 
 
+@slow_if(lambda own, bias, alpha: alpha != 0.5 and not (own and bias))
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 47 / 48, 1.0])
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
@@ -86,6 +87,7 @@ class Masked(PlainBlock):
         return x + self.mlp(self.norm2(x))
 
 
+@slow_if(lambda alpha: alpha != 0.5)
 @pytest.mark.parametrize("alpha", ALPHAS)
 def test_a_mask_that_is_trained(alpha: float) -> None:
     compare(TrainedMask, {"alpha": alpha})
@@ -194,12 +196,14 @@ class Summing(Recording):
         return loss + sum(block.sum for block in self.model.blocks)
 
 
+@slow_if(lambda kind, alpha: alpha != 0.5 and kind is not Recurrent)
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("kind", [ScalarGate, Recurrent, Holding])
 def test_blocks(kind: type[nn.Module], alpha: float) -> None:
     compare(blocks(kind), {"alpha": alpha})
 
 
+@slow_if(lambda alpha: alpha != 0.5)
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize(("kind", "module"), [(Accumulating, Summing), (Observing, LateObserving)])
 def test_blocks_that_write(kind: type[nn.Module], module: Callable[..., Recording], alpha: float) -> None:
@@ -435,6 +439,7 @@ class OptimizerInBackward(Recording):
         p.sub_(p.grad, alpha=1e-2)
 
 
+@slow_if(lambda alpha: alpha != 0.5)
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("module", [MainGradients, OptimizerInBackward])
 def test_loops(module: Callable[..., Recording], alpha: float) -> None:
@@ -463,6 +468,7 @@ class InPlace(PlainBlock):
         return super().forward(x)
 
 
+@slow_if(lambda alpha: alpha != 0.5)
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize(
     ("model", "line"), [(NotContiguous, "which is not contiguous"), (Frozen, "and the model uses")]

@@ -219,6 +219,7 @@ def test_layers_that_begin_to_mix_tokens(kind: type[nn.Module]) -> None:
         check(blocks(kind), {"alpha": 0.5, "check_slices": False})
 
 
+@slow_if(lambda detached, settings: settings != {"alpha": 0.5} and not detached)
 @pytest.mark.parametrize("settings", CUT)
 @pytest.mark.parametrize("detached", [False, True])
 def test_losses_that_do_not_use_the_output_of_a_layer(detached: bool, settings: dict[str, Any]) -> None:

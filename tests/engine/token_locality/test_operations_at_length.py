@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from support.attention.recorded_training import BOUND, errors, plain_training, train
 from support.families import PlainBlock, PlainModel, make_batch
 from support.harness import Batch
+from support.markers.slow import slow_if
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -80,6 +81,7 @@ def batch() -> Batch:
     return make_batch(2, 48)
 
 
+@slow_if(lambda kind, settings: settings != {"alpha": 0.5} and kind is not Cut)
 @pytest.mark.parametrize("settings", [{"alpha": 0.3}, {"alpha": 0.5}, {"alpha": 0.5, "slice_tokens": 12}])
 @pytest.mark.parametrize("kind", [Fours, WholeOnly, SliceOnly, Powers, Filled, Cut, Scaled])
 def test_gradients_are_those_of_plain_training(kind: type[nn.Module], settings: dict[str, Any]) -> None:

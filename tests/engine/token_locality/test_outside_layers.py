@@ -109,6 +109,7 @@ def test_what_keeps_tokens_apart_is_trained(part: str) -> None:
     step(build(part, lambda x: F.gelu(x) + 0.5 * x.cumsum(-1) / x.shape[-1]))
 
 
+@slow_if(lambda family: family in ("gemma", "phi"))
 @pytest.mark.parametrize("family", ["llama_gqa", "gemma", "mixtral", "phi"])
 def test_ordinary_models_are_trained(family: str) -> None:
     step(FAMILIES[family].build())
@@ -127,6 +128,7 @@ def test_code_of_the_model_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None
         step(model)
 
 
+@slow_if(lambda name: name != "model.embed_tokens.weight")
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"])
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_on_parameters_are_refused(name: str, register: str) -> None:
@@ -188,6 +190,7 @@ def test_a_proof_leaves_no_trace() -> None:
 RESTARTING = (torch.arange(61) % 13).expand(2, -1)
 
 
+@slow_if(lambda others: len(others) == 1 or others["use_cache"])
 @pytest.mark.parametrize(
     "others",
     [

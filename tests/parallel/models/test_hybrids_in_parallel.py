@@ -131,6 +131,7 @@ class CountsMessages(Callback):
         self._patch.stop()
 
 
+@slow_if(lambda alpha: alpha == 1)
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_a_recomputation_sends_nothing(alpha: float) -> None:
     """Each layer with a recurrence has a convolution, too: the first process sends states, the second one gradients."""

@@ -116,6 +116,7 @@ def test_plain_training_where_memory_is_ample() -> None:
     check(run_of(), {})
 
 
+@pytest.mark.slow
 def test_a_small_host_budget_holds() -> None:
     notes = check(run_of(), {"device_memory": "1MiB", "host_memory": "1MiB"})
     assert all(0 < alpha < 1 for alpha in notes["alpha"])

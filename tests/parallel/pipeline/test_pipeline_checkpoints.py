@@ -71,7 +71,7 @@ def test_goes_on_with_other_sizes(family: str, of: str, to: str, tmp_path: Path)
     assert resumed == pytest.approx(train_alone(_run_of(family)).losses[SAVED_AFTER:], rel=1e-6)
 
 
-@slow_if(lambda of, to: (of, to) != ("pp2", "one"))
+@pytest.mark.slow
 @pytest.mark.parametrize(("of", "to"), [("pp2", "one"), ("one", "pp2 v2"), ("pp2", "dp2"), ("pp2", "pp2 x dp2 zero1")])
 def test_goes_on_in_mixed_precision(of: str, to: str, tmp_path: Path) -> None:
     """Weights and the state of Adam are in fp32; processes round other numbers to bf16."""

@@ -78,7 +78,7 @@ def test_tensor_and_context_parallelism(divided: str, alpha: float, accumulate: 
     check(run_of(padded=True, accumulate=accumulate), CONFIGURATIONS[divided][1] | {"alpha": alpha})
 
 
-@slow_if(lambda family, settings: settings.get("zero_stage") != 1)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama_lora", "gemma3_mixed_windows"])
 @pytest.mark.parametrize(
     "settings", [{"zero_stage": 1}, {"tensor_parallel_size": 2}, {"context_parallel_size": 2}], ids=str
@@ -123,7 +123,7 @@ def test_tokens_in_another_order_are_refused_in_one_line() -> None:
     assert not first and "a stage cuts the batch into other slices" in last and "\n" not in last
 
 
-@slow_if(lambda divided, device_memory: divided not in ("tp2+sp", "cp2 ring"))
+@slow_if(lambda divided: divided != "tp2+sp")
 @pytest.mark.parametrize(
     ("divided", "device_memory"),
     [("cp2 ring", "1000KiB"), ("cp2 ulysses", "1000KiB"), ("tp2", "640KiB"), ("tp2+sp", "560KiB")],
@@ -159,7 +159,7 @@ def test_pipelines_beside_each_other_make_later_plans_by_themselves() -> None:
     check(run_of(growing=True), {"alpha": 0.5, "zero_stage": 1})
 
 
-@slow_if(lambda divided, device_memory, alike: divided == "tp2")
+@slow_if(lambda alike: not alike)
 @pytest.mark.parametrize(
     ("divided", "device_memory", "alike"),
     [("tp2+sp", "400KiB", True), ("tp2", "400KiB", False), ("cp2 ring", "540KiB", False)],

@@ -147,7 +147,7 @@ CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@slow_if(lambda name, communication: name not in ("zero2", "zero3") or communication == "int8")
+@slow_if(lambda name, communication: (name, communication) != ("zero3", "int4"))
 @pytest.mark.parametrize("communication", NEAR)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_training_is_near_that_with_exact_communication(name: str, communication: str) -> None:

@@ -55,6 +55,7 @@ class GroupSizes(Counting):
         return func(*args, **(kwargs or {}))
 
 
+@slow_if(lambda communication: communication == "none")
 @pytest.mark.parametrize("communication", ["none", "int8"])
 def test_weights_for_the_backward_come_from_neighbours(communication: str) -> None:
     """So that nothing crosses nodes for them."""
