@@ -21,6 +21,7 @@ from lightning.pytorch import seed_everything
 from support.benchmark_modules import benchmark_modules
 from support.commands import TINY_RUN, WITHOUT_REPORT
 from support.devices import DEVICE, nothing_hidden
+from support.libraries import look_up_once
 from support.markers.part import Part
 from support.markers.slow import COLLECTED, mark_slow
 from support.trainer_harness import shorten_measurements
@@ -31,6 +32,7 @@ from lightning_memo.engine.attention import attention_selector
 hypothesis.settings.register_profile("no deadline", deadline=None)  # other programs may keep the machine busy
 hypothesis.settings.load_profile("no deadline")
 use_libyaml()
+look_up_once()
 
 
 def pytest_addoption(parser):

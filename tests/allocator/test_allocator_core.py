@@ -36,7 +36,7 @@ def need_sanitizer(folder, flags):
         pytest.skip(f"programs with {' '.join(flags)} can't be built or run here")
 
 
-@slow_if(lambda case_id: case_id == "plain")
+@slow_if(lambda case_id: case_id != "address")
 @pytest.mark.parametrize(
     ("flags", "rounds"),
     [

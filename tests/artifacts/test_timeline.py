@@ -10,6 +10,7 @@ import torch
 import transformers
 from support.families import FAMILIES, make_batch
 from support.harness import EngineUnderTest, assert_equal
+from support.markers.slow import slow_if
 
 from lightning_memo.artifacts.swap_plan import HostBacked
 from lightning_memo.artifacts.timeline import COMPUTE, RECOMPUTE, Span, Timeline
@@ -90,6 +91,7 @@ WAYS = [
 ]
 
 
+@slow_if(lambda way: way in (WAYS[2], WAYS[5]))
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_lanes_do_not_overlap_themselves_and_the_step_is_the_same(way) -> None:
     timeline, left = recorded(**way)

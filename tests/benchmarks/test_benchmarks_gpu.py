@@ -39,12 +39,30 @@ def results(folder):
     return {(result["cell"]["tuning"], result["cell"]["method"]): result for result in found}
 
 
+def arguments(folder):
+    return (*TINY, "--methods", *METHODS, "--tuning", "full", "lora", "--output", folder)
+
+
+def run_here(folder):
+    """Run the cells that are not finished, and return what is said."""
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setattr(sys, "argv", ["gpu.py", *map(str, arguments(folder))])
+        assert load("gpu").main() == 0, said.getvalue()
+    return said.getvalue()
+
+
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory):
-    """A run of some cells that was killed after the first one, and finished by the same command."""
+def finished(tmp_path_factory):
+    """The folder of a run of some cells, and what it said."""
     folder = tmp_path_factory.mktemp("cells")
-    arguments = (*TINY, "--methods", *METHODS, "--tuning", "full", "lora", "--output", folder)
-    process = subprocess.Popen(command(*arguments), env=environment(), stdout=subprocess.PIPE, text=True)
+    return folder, run_here(folder)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_where_it_ended(tmp_path):
+    folder = tmp_path
+    process = subprocess.Popen(command(*arguments(folder)), env=environment(), stdout=subprocess.PIPE, text=True)
     limit = time.monotonic() + 600
     while not list(folder.glob("*/*/*.json")) and time.monotonic() < limit:
         time.sleep(0.02)
@@ -52,32 +70,28 @@ def killed(tmp_path_factory):
     process.wait()
     process.stdout.close()
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*/*/*.json")}
-    said = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
-        patch.setattr(sys, "argv", ["gpu.py", *map(str, arguments)])
-        assert load("gpu").main() == 0, said.getvalue()
-    return folder, before, said.getvalue()
-
-
-@pytest.mark.slow
-def test_a_killed_run_goes_on_where_it_ended(killed):
-    folder, before, said = killed
+    said = run_here(folder)
     assert 0 < len(before) < len(METHODS) * 2
     for path, changed in before.items():
         assert path.stat().st_mtime_ns == changed
         assert str(path.relative_to(folder).relative_to(path.parents[1].name)) not in said
+    assert_complete(folder)
+
+
+def assert_complete(folder):
     assert set(results(folder)) == {(tuning, method) for tuning in ("full", "lora") for method in METHODS}
     assert not list(folder.glob("**/.*")), "an unfinished file is left"
 
 
-def test_methods_at_a_length_come_one_after_the_other(killed):
-    _, _, said = killed
+def test_methods_at_a_length_come_one_after_the_other(finished):
+    folder, said = finished
+    assert_complete(folder)
     order = [line.partition(" ...")[0] for line in said.splitlines() if " ... " in line]
     assert [path.partition("/")[0] for path in order] == sorted(path.partition("/")[0] for path in order)
 
 
-def test_every_method_trains_alike(killed):
-    found = results(killed[0])
+def test_every_method_trains_alike(finished):
+    found = results(finished[0])
     for tuning in ("full", "lora"):
         plain = found[tuning, "plain"]
         for method in set(METHODS) - {"plain", "async_offload"}:
@@ -88,8 +102,8 @@ def test_every_method_trains_alike(killed):
             assert result["losses"][2] < result["losses"][0]
 
 
-def test_a_result_says_what_was_measured_and_how(killed):
-    result = results(killed[0])["full", "memo_alpha_0.5"]
+def test_a_result_says_what_was_measured_and_how(finished):
+    result = results(finished[0])["full", "memo_alpha_0.5"]
     assert result["status"] == "ok"
     assert result["steps"] == {"prime": 0, "settling": 1, "warmup": 1, "timed": 2, "observed": 1}
     assert len(result["seconds"]) == 2
@@ -104,11 +118,11 @@ def test_a_result_says_what_was_measured_and_how(killed):
     assert torch.__version__.startswith(result["versions"]["torch"])  # the wheels of CUDA builds leave "+cu130" out
     assert "--layers 3" in result["command"]
     assert result["date"] and result["device"]
-    assert results(killed[0])["full", "plain"]["waits"] is None
+    assert results(finished[0])["full", "plain"]["waits"] is None
 
 
-def test_a_method_that_is_not_to_be_had_says_so_and_is_tried_again(killed):
-    result = results(killed[0])["full", "async_offload"]
+def test_a_method_that_is_not_to_be_had_says_so_and_is_tried_again(finished):
+    result = results(finished[0])["full", "async_offload"]
     assert result["status"] == "unavailable"
     assert result["reason"].startswith("needs a GPU")
     assert not load("cells.cell").finished(result, 1.0)
@@ -328,8 +342,8 @@ def engine_at(model, batch, alpha):
         sys.modules.pop("methods")
 
 
-def test_frozen_weights_have_no_gradients(killed):
-    found = {tuning: results(killed[0])[tuning, "plain"] for tuning in ("full", "lora")}
+def test_frozen_weights_have_no_gradients(finished):
+    found = {tuning: results(finished[0])[tuning, "plain"] for tuning in ("full", "lora")}
     shape = replace(load("lightning_memo.estimate.inputs.presets").load_model("llama_tiny"), layers=3)
     share = found["lora"]["trained_parameters"] / found["lora"]["parameters"]
     assert found["full"]["trained_parameters"] == found["full"]["parameters"] == shape.parameters

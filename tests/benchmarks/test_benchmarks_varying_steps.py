@@ -1,31 +1,31 @@
 """The benchmark of planned memory for steps that differ, at sizes that take seconds."""
 
 import json
-import os
-import subprocess
+import sys
 from pathlib import Path
 
-from support import warm
+import pytest
+from support.benchmark_modules import load
 from support.markers.extras import needs_compiler
-from support.paths import ROOT
+from support.markers.slow import slow_if
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.usefixtures("own_modules")]
+ROWS = ["documents", "eight lengths", "any length", "documents, any length"]
 
 
-def test_requests_are_counted_and_served(tmp_path: Path) -> None:
-    script = ROOT / "benchmarks" / "varying_steps.py"
-    process = subprocess.run(
-        [warm.tools() / "python", script, "--quick", "--settings", "plain", "--output", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr
+@slow_if(lambda rows: len(rows) > 1)
+@pytest.mark.parametrize("rows", [ROWS[1:2], ROWS], ids=["one", "all"])
+def test_requests_are_counted_and_served(
+    rows: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark = load("varying_steps")
+    monkeypatch.setattr(benchmark, "_ROWS", [each for each in benchmark._ROWS if each.name in rows])
+    monkeypatch.setattr(sys, "argv", ["varying_steps.py", "--quick", "--settings", "plain", "--output", str(tmp_path)])
+    benchmark.main()
     report = json.loads((tmp_path / "varying_steps.json").read_text())
-    assert [row["rows"] for row in report["results"]] == [
-        "documents", "eight lengths", "any length", "documents, any length",
-    ]  # fmt: skip
+    assert [row["rows"] for row in report["results"]] == rows
     for row in report["results"]:
         assert row["plans"] >= 1 and row["steps"] >= 8
         assert row["hits"] > 0 and row["fitted"] > 0
         assert row["hits"] + row["fitted"] > 0.98 * (row["hits"] + row["fitted"] + row["misses"])
-    assert "in the arena" in process.stdout
+    assert "in the arena" in capsys.readouterr().out

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.commands import HASTY_MODULE, ROOT, TINY_RUN, WITHOUT_REPORT, errors, free_port, lightning, run, torchrun
+from support.commands import (
+    HASTY_MODULE,
+    ROOT,
+    TINY_RUN,
+    WITHOUT_REPORT,
+    environment,
+    errors,
+    free_port,
+    lightning,
+    run,
+    torchrun,
+)
 from support.markers.slow import slow_if
 
 from lightning_memo.artifacts.plan import Plan
@@ -42,19 +51,26 @@ def files(folder):
     return sorted(re.sub(r"events\.out.*", "events", name) for name in names)
 
 
-def test_torchrun_trains_as_one_process_and_writes_once(tmp_path, train):
-    saving = ["callbacks.checkpoint.every_n_train_steps=2", "trainer.accumulate_grad_batches=2"]
-    settings = [*saving, "strategy.alpha=0.5", "data.seq_len=31"]
+SAVING = ["callbacks.checkpoint.every_n_train_steps=2", "trainer.accumulate_grad_batches=2"]
+SAVED = [*SAVING, "strategy.alpha=0.5", "data.seq_len=31"]
+
+
+def train_in_both(tmp_path, **how):
+    """Train in two processes, and return the folder of the run, stdout and stderr."""
     (tmp_path / "both").mkdir()
     parallel = ["strategy.context_parallel_size=2", "strategy.zero_stage=3", "compare=true"]
-    status, out, err = run(torchrun(*settings, *parallel, report=True), tmp_path / "both", cold=True)
+    status, out, err = run(torchrun(*SAVED, *parallel, report=True), tmp_path / "both", **how)
     assert status == 0, err
-    both = only((tmp_path / "both" / "outputs" / "train" / "runs").iterdir())
+    return only((tmp_path / "both" / "outputs" / "train" / "runs").iterdir()), out, err
+
+
+def test_torchrun_trains_as_one_process_and_writes_once(tmp_path, train):
+    both, out, err = train_in_both(tmp_path)
     assert [p.name for p in (tmp_path / "both").iterdir()] == ["outputs"]
     assert len(re.findall("unigram entropy of the text", out)) == 1
     assert err.count("compare=true needs a run in one process") == 1
 
-    assert train(*settings, "name=alone", report=True)[0] == 0
+    assert train(*SAVED, "name=alone", report=True)[0] == 0
     alone = only((tmp_path / "outputs" / "alone" / "runs").iterdir())
     for name in ("train_loss", "val_loss", "tokens", "lr"):
         assert metrics(both, name) == pytest.approx(metrics(alone, name), rel=1e-5), name
@@ -67,10 +83,14 @@ def test_torchrun_trains_as_one_process_and_writes_once(tmp_path, train):
     one, two = ({f for f in files(each) if ".ckpt" not in f and "memory" not in f} for each in (alone, both))
     assert two == one | {"launch.json"}
 
+
+@pytest.mark.slow
+def test_one_process_goes_on_where_two_new_interpreters_ended(tmp_path, train):
+    both, _, _ = train_in_both(tmp_path, cold=True)
     checkpoint = only((both / "checkpoints").glob("step-4.ckpt"))
     assert checkpoint.is_dir()
-    assert train(*settings, "trainer.max_steps=7", f"ckpt_path={both / 'checkpoints' / 'last.ckpt'}", "name=on")[0] == 0
-    assert train(*settings, "trainer.max_steps=7", "name=whole")[0] == 0
+    assert train(*SAVED, "trainer.max_steps=7", f"ckpt_path={both / 'checkpoints' / 'last.ckpt'}", "name=on")[0] == 0
+    assert train(*SAVED, "trainer.max_steps=7", "name=whole")[0] == 0
     on, whole = (metrics(only((tmp_path / "outputs" / n / "runs").iterdir()), "train_loss") for n in ("on", "whole"))
     assert set(on) == {4, 5, 6}
     # The learning rate schedules of 5 and 7 steps differ; the first losses do not depend on them.
@@ -174,10 +194,10 @@ main()
 def test_a_process_that_lost_another_says_so_in_one_line(tmp_path):
     """They are started without torchrun, which would end the second one at once."""
     (tmp_path / "dies.py").write_text(DIES)
-    command = [sys.executable, "dies.py", *TINY_RUN, *WITHOUT_REPORT, "trainer.devices=2"]
+    command = ["python", "dies.py", *TINY_RUN, *WITHOUT_REPORT, "trainer.devices=2"]
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    ranks = [os.environ | place | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    ranks = [environment() | place | {"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
     to_one = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes = [subprocess.Popen(command, cwd=tmp_path, env=env, **to_one) for env in ranks]
     said = [process.communicate(timeout=300)[0] for process in processes]

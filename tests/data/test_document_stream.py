@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from support.markers.slow import slow_if
 from support.processes import run_in_processes
 from support.samples.documents import SEQ_LEN, TEXTS, module, write_jsonl, write_parquet, write_text
 from support.samples.models import run as run_recorded
@@ -145,6 +146,7 @@ def test_reading_files_needs_no_network(jsonl: Path, monkeypatch: pytest.MonkeyP
 # ---- training
 
 
+@slow_if(lambda num_workers, changes: bool(num_workers) != bool(changes))
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize(
     "changes", [{}, {"accumulate_grad_batches": 2}, {"limit_train_batches": 5}], ids=["plain", "accumulation", "short"]

@@ -421,7 +421,7 @@ def test_padding_may_come_and_go(alpha: float) -> None:
         under_test.assert_as_planned()
 
 
-@slow_pair
+@slow_if(lambda family, alpha: (family == "llama_gqa") != (alpha == 0.5))
 @each_alpha
 @pytest.mark.parametrize("family", ["llama_gqa", "mistral_window"])
 def test_packed_documents_see_only_themselves(family: str, alpha: float) -> None:

@@ -87,6 +87,9 @@ def of_rows(memo: MemoCallback | None, family: str = "llama", **arguments: Any) 
     return Trainer(build(family), settings, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks)
 
 
+@slow_if(
+    lambda family, settings: (family, "slice_tokens" in settings) not in (("llama", True), ("gpt2_dropout", False))
+)
 @pytest.mark.parametrize(
     ("family", "arguments"),
     [("llama", {"gradient_accumulation_steps": 2}), ("gpt2_dropout", {"eval_strategy": "steps", "eval_steps": 2})],

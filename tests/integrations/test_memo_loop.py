@@ -106,6 +106,7 @@ def check(loop: Loop, family: str = "llama", **settings: Any) -> Run:
 # ---- loops
 
 
+@slow_if(lambda alpha: alpha != 0.5)
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("family", ["llama", "gpt2_dropout"])
 def test_a_plain_loop(family: str, alpha: float) -> None:
@@ -241,6 +242,7 @@ def test_loops(loop: Loop) -> None:
     check(loop, alpha=0.5, **LATE)
 
 
+@slow_if(lambda loop: loop is evaluating)
 @pytest.mark.parametrize("loop", [accumulating, with_other_lengths, evaluating], ids=lambda loop: loop.__name__)
 def test_loops_by_kind_of_tensor(loop: Loop) -> None:
     memo = check(loop, storage="kinds", device_memory="1MiB", **LATE).memo

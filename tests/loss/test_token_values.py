@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.devices import DEVICE
 from support.families import VOCABULARY, make_batch
+from support.markers.slow import slow_if
 from support.samples.chunked_models import CHUNK, LARGE, MODELS, VocabularyWatch, build, chunked
 from torch import Tensor, nn
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
@@ -92,6 +93,7 @@ def run(model: nn.Module, function: Function) -> tuple[Tensor, dict[str, Tensor]
     return values.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@slow_if(lambda name: name == "gemma2")
 @pytest.mark.usefixtures("no_whole_logits")
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__.strip("<>"))
 @pytest.mark.parametrize("name", ["llama tied", "gemma2", "llama lora on the head"])

@@ -34,7 +34,7 @@ QUICK = {
 # Configurations of which each part is in another one as well.
 OTHERS = (
     "tp2 whole logits", "cp3 ring", "cp4 ulysses", "dp2 zero1", "dp2 zero2", "dp2 x cp2", "dp2 x cp2 zero3 ulysses",
-    "cp2 x tp2", "dp2 x tp2+sp zero3", "cp2 x tp2+sp", "cp4 ring",
+    "cp2 x tp2", "dp2 x tp2+sp zero3", "cp2 x tp2+sp", "cp4 ring", "tp2", "dp2 zero0", "one process zero0",
 )  # fmt: skip
 
 PARTS = ("loss", "norm", "gradients", "weights")
@@ -117,7 +117,6 @@ def test_long_sequences_with_sequence_parallelism(configuration: str, family: st
     check(configuration, run, parts=("loss", "norm", "gradients"), alpha=0.5)
 
 
-@slow_if(lambda configuration: configuration != "cp3 ring")
 @pytest.mark.parametrize("configuration", ["cp3 ring", "cp4 ulysses2 x ring2"])
 def test_padded_rows(configuration: str) -> None:
     check(configuration, Run(family="llama_gqa", tokens=301, padded=True, steps=2), alpha=0.5)

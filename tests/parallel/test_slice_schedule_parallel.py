@@ -18,7 +18,7 @@ SETTINGS: dict[str, Any] = {"schedule": "slice", "alpha": 0.5, "test_mode": Test
 BOUND = 2e-6  # of a weight's gradient, relative; rounding only
 
 
-@slow_if(lambda stage: stage == 1)
+@slow_if(lambda stage: stage < 2)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_gradients_are_those_of_one_process(stage: int) -> None:
     run = Run(family="llama_gqa", tokens=29, accumulate=2, batch=2, steps=2, clip=0.1)
@@ -27,7 +27,7 @@ def test_gradients_are_those_of_one_process(stage: int) -> None:
     assert all(error <= BOUND for error in errors.values()), errors
 
 
-@slow_if(lambda family, size, stage: family == "lopsided" or size == 4 or stage == 1)
+@slow_if(lambda case_id: case_id != "qwen3_moe-2-0")
 @pytest.mark.parametrize(
     ("family", "size", "stage"), [("qwen3_moe", 2, 0), ("qwen3_moe", 2, 1), (lopsided, 2, 2), ("qwen3_moe", 4, 2)]
 )

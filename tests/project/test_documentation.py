@@ -15,6 +15,7 @@ import datasets
 import pytest
 from lightning.pytorch import Trainer
 from support.benchmark_modules import ROOT, benchmark_modules
+from support.markers.slow import slow_if
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -41,6 +42,7 @@ def test_the_quick_start_runs(own_folder: None) -> None:
     assert Path("plan.json").is_file()
 
 
+@slow_if(lambda page: page.stem != "finetuning")
 @pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "finetuning.md"], ids=lambda page: page.stem)
 def test_finetuning_code_on_the_pages_runs(page: Path, own_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses a model and documents of the examples, and rows of 128 tokens, twice the length that the model supports."""
@@ -118,6 +120,7 @@ def estimates() -> list[str]:
     return sorted({command for command in found if "FOLDER" not in command})
 
 
+@slow_if(lambda arguments: arguments not in estimates()[::2])
 @pytest.mark.parametrize("arguments", estimates())
 def test_commands_for_estimates(in_process: Callable[..., tuple[int, str, str]], arguments: str) -> None:
     status, out, err = in_process(estimate_command, *arguments.split())

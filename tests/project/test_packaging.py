@@ -239,6 +239,7 @@ def test_the_installed_package_is_what_runs(command, installed):
     assert out.split() == [str(installed / "lightning_memo" / name) for name in ("__init__.py", "conf")]
 
 
+@pytest.mark.slow
 def test_installed_package_runs_a_sweep_and_reports(command, tmp_path):
     command("-m", "lightning_memo.train", "-m", *commands.TINY_RUN, "data.seq_len=16,32")
     (sweep,) = (tmp_path / "empty").glob("outputs/*/sweeps/last")

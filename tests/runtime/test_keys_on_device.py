@@ -21,6 +21,7 @@ def backing(result: Any) -> tuple[int, str]:
     return result.plan.swap.slice_tokens, result.plan.swap.host_backed
 
 
+@slow_if(lambda settings: "alpha" in settings or "host_backed" in settings)
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

@@ -101,6 +101,7 @@ def assert_all_hit(stats):
     assert last.arena_bytes <= 1.02 * last.peak_live_bytes
 
 
+@pytest.mark.slow
 def test_what_compares_restored_tensors_is_planned_too():
     settings = {"host_backed": "all", "slice_tokens": 16}
     unplanned, _ = run(False, strategy=settings, steps=9)
@@ -109,7 +110,7 @@ def test_what_compares_restored_tensors_is_planned_too():
     assert_all_hit(stats)
 
 
-@slow_if(lambda alpha, precision: alpha == 0.0 or precision != "32-true")
+@slow_if(lambda steps: steps != 40)
 @pytest.mark.parametrize(
     ("alpha", "precision", "steps"),
     [(0.0, "32-true", 20), (0.5, "32-true", 40), (1.0, "32-true", 20), (0.5, "bf16-true", 20), (0.5, "bf16-mixed", 20)],
@@ -124,7 +125,7 @@ def test_many_planned_steps_equal_unplanned_ones(alpha, precision, steps):
     assert_all_hit(stats)
 
 
-@slow_if(lambda family: family not in ("gemma", "gpt2_dropout"))
+@slow_if(lambda family: family != "gpt2_dropout")
 @pytest.mark.parametrize("family", ["llama_gqa", "gemma", "gpt2_dropout", "block_dropout", "encoder_layer"])
 def test_all_requests_of_a_family_are_served(family):
     strategy = {"alpha": "auto"} if family == "encoder_layer" else {}
@@ -165,6 +166,7 @@ def test_validation_in_between_is_left_to_pytorch():
     assert_all_hit(stats)
 
 
+@pytest.mark.slow
 def test_workers_that_load_data(unplanned):
     data = DataLoader(Sequences(256), batch_size=2, num_workers=2)
     planned, stats = run(data=data)
@@ -273,6 +275,7 @@ def test_the_same_run_uses_the_cached_plan(recorded_here, fresh_cache):
     assert_all_hit(again)
 
 
+@slow_if(lambda spoil: spoil == "garbage")
 @pytest.mark.parametrize("spoil", ["garbage", "foreign"])
 def test_a_cached_plan_that_is_none_is_ignored_with_one_line(recorded_here, fresh_cache, spoil):
     path = next(fresh_cache.glob("*.json"))
@@ -324,6 +327,7 @@ WRONG = {
 }
 
 
+@slow_if(lambda wrong: wrong not in ("an offset between alignments", "all at one place", "another number of threads"))
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_plan_never_ends_training(recorded, unplanned_by_plan, tmp_path, wrong):
     strategy = recorded.saved(tmp_path)

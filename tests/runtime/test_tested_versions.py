@@ -9,7 +9,7 @@ import torch
 from support.families import FAMILIES
 
 from lightning_memo import MemoLoop
-from lightning_memo.runtime.tested_versions import warn_of_untested_versions
+from lightning_memo.runtime.tested_versions import untested_versions, warn_of_untested_versions
 
 REQUIREMENTS = ["torch<2.14,>=2.11", "lightning!=2.6.2,<2.7,>=2.6", 'trl>=1; extra == "trainer"']
 
@@ -18,6 +18,7 @@ REQUIREMENTS = ["torch<2.14,>=2.11", "lightning!=2.6.2,<2.7,>=2.6", 'trl>=1; ext
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Adds the metadata of an installed distribution."""
     monkeypatch.syspath_prepend(tmp_path)
+    untested_versions.cache_clear()
 
     def add(name: str, version: str, requirements: list[str]) -> None:
         folder = tmp_path / f"{name}-{version}.dist-info"
@@ -25,7 +26,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
         (folder / "METADATA").write_text("\n".join([*lines, *(f"Requires-Dist: {line}" for line in requirements)]))
 
-    return add
+    yield add
+    untested_versions.cache_clear()
 
 
 @pytest.mark.parametrize("version", ["2.14.0", "2.14.0.dev20261126+cu130", "2.10.1"])

@@ -103,7 +103,7 @@ CASES = {
 }
 
 
-@slow_if(lambda case: case not in ("documents", "any length in plain mode"))
+@slow_if(lambda case: case != "any length in plain mode")
 @pytest.mark.parametrize("case", CASES)
 def test_nearly_all_requests_are_served_in_the_arena(case: str) -> None:
     length, packed, settings = CASES[case]

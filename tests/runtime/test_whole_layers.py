@@ -11,6 +11,7 @@ import transformers
 from support.attention.recorded_training import BOUND, Recording, gradient_errors
 from support.families import VOCABULARY, PlainBlock, PlainModel, make_batch
 from support.harness import Batch
+from support.markers.slow import slow_if
 from support.parallel_training import Run, train_alone, train_together
 from support.trainer_harness import LanguageModel, Mixing, batches, fit, plain
 from torch import Tensor, nn
@@ -52,6 +53,7 @@ def data() -> list[Batch]:
     return [make_batch(2, 48, seed=n) for n in range(4)]
 
 
+@slow_if(lambda alpha: alpha != 0.5)
 @pytest.mark.parametrize(("alpha", "swapped"), [(0.2, 1), (0.5, 4), (0.8, 6)])
 def test_memory_and_gradients(alpha: float, swapped: int) -> None:
     """Slots hold what layers save, host memory is what the plan says, and the results are bit-identical."""
@@ -107,6 +109,7 @@ def test_a_later_layer_that_cannot_run_slice_after_slice(alpha: float, host_back
 NO_MEMORY_SAVED = "layers run as one slice.*, because Mixing may not .*; slice_tokens=16 saves no memory.$"
 
 
+@slow_if(lambda alpha, case_id: alpha in (0.0, 1.0) or case_id == "auto-alike")
 @pytest.mark.parametrize("lengths", [(48, 48, 48, 48), (48, 64, 48, 80)], ids=["alike", "longer"])
 @pytest.mark.parametrize("alpha", ["auto", 0.0, 0.5, 1.0])
 def test_a_later_layer_that_cannot_be_cut_leaves_slices_to_no_layer(alpha: float | str, lengths: Any) -> None:
@@ -131,6 +134,7 @@ def test_a_plan_of_whole_layers_is_resumed_with_slices(tmp_path: Any) -> None:
     assert again.plan.swap == first.plan.swap and first.plan.swap.whole_layers
 
 
+@slow_if(lambda alpha: alpha != 0.5)
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 def test_a_plan_with_keys_on_the_host_of_layers_that_can_be_cut(tmp_path: Any, alpha: float) -> None:
     path, settings = tmp_path / "plan.json", {"alpha": alpha, "slice_tokens": 16}

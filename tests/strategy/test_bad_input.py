@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import Trainer
 from support import warm
 from support.families import PlainBlock, PlainModel, make_batch
+from support.markers.slow import slow_if
 from support.paths import ROOT
 from support.samples.messages import assert_one_line
 from support.trainer_harness import (
@@ -291,6 +292,7 @@ class BackwardTwice(LanguageModel):
         self.manual_backward(loss)
 
 
+@slow_if(lambda alpha: alpha != 0.5)
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("schedule", ["layer", "nest"])
 def test_second_backward(schedule, alpha):

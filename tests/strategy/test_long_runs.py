@@ -32,7 +32,6 @@ from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.plan import Plan
 from lightning_memo.callbacks import Monitor, WriteReport
 from lightning_memo.profiler import measured_costs as costs
 
@@ -146,33 +145,26 @@ def growth(seen: list[Held]) -> dict[str, int]:
     return {name: max(getattr(each, name) for each in seen) - getattr(seen[0], name) for name in Held._fields}
 
 
-@pytest.fixture(scope="module")
-def long_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Held], Plan]:
-    """The folder of a long run, what it held, and its plan."""
-    folder, watch = tmp_path_factory.mktemp("long"), Watch()
-    with contextlib.chdir(folder):
-        made = train(folder, STEPS, watch).plan
-    assert made is not None
-    return folder, watch.seen, made
-
-
 @pytest.mark.slow
-def test_a_long_run_is_flat(long_run: tuple[Path, list[Held], Plan]) -> None:
-    folder, seen, _ = long_run
+@pytest.mark.usefixtures("own_folder")
+def test_a_long_run_is_flat(tmp_path: Path) -> None:
+    watch = Watch()
+    train(tmp_path, STEPS, watch)
+    seen = watch.seen
     sys.stdout.write(f"\n{STEPS} steps: {seen[0]}, {seen[-1]}, growth {growth(seen)}\n")
     assert len(seen) == (STEPS - FIRST) // PERIOD + 1
     assert seen[0].arena_bytes > 0 and seen[0].host_bytes > 0
     grown = growth(seen)
     assert grown.pop("rss_bytes") <= ALLOWED_RSS
     assert set(grown.values()) == {0}, grown
-    assert list((folder / "disk").iterdir()) == []
+    assert list((tmp_path / "disk").iterdir()) == []
 
 
 @pytest.mark.usefixtures("own_folder")
-def test_a_run_with_a_given_plan_is_flat_from_step_10(tmp_path: Path, long_run: tuple[Path, list[Held], Plan]) -> None:
+def test_a_run_with_a_given_plan_is_flat_from_step_10(tmp_path: Path) -> None:
     """Its buffers have their places from the second step on: nothing is recorded or solved."""
-    _, _, made = long_run
-    assert made.placement is not None
+    made = train(tmp_path, FIRST, Watch()).plan
+    assert made is not None and made.placement is not None
     made.save(tmp_path / "given.json")
     watch = Watch(first=FIRST_OF_GIVEN)
     steps = max(STEPS // 2, FIRST_OF_GIVEN + 2 * PERIOD)

@@ -115,7 +115,7 @@ def train(folder: Path, module: LanguageModel, alpha: float, ckpt_path: Path | N
     trainer.fit(module, datamodule=Data(), ckpt_path=ckpt_path, weights_only=False)
 
 
-@slow_if(lambda place, alpha: (place, alpha) not in (("forward", 0.5), ("backward", 1.0)))
+@slow_if(lambda place, alpha: (place, alpha) != ("forward", 0.5))
 @pytest.mark.usefixtures("own_folder")
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("place", ["forward", "backward"])

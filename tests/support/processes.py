@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d
 
 from lightning_memo.profiler import measured_costs as costs
 from support.devices import BACKEND, DEVICE, nothing_hidden
+from support.libraries import look_up_once
 
 _GRACE_SECONDS = 60.0
 # Every device mesh leaves process groups behind, each with its own threads.
@@ -196,6 +197,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_seconds: f
         WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), TORCHELASTIC_RUN_ID="tests", OMP_NUM_THREADS="1",
     )  # fmt: skip
     torch.set_num_threads(1)
+    look_up_once()
     faulthandler.enable(_stack_file(folder, rank).open("w"))
     gc.freeze()  # what has been imported is never garbage
     os.chdir(folder)  # trainers write their default files there

@@ -87,7 +87,8 @@ def _client(address: str, python: str, name: str, arguments: list[str]) -> None:
             signal.signal(number, lambda given, _: _kill(process, given))
         status = int(answers.readline())
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
+        with contextlib.suppress(OSError):  # SIGKILL has no other handler
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
 

@@ -144,9 +144,15 @@ class TrialMode(FakeTensorMode):
             RefusedAtAnyLength: Something has kept tensors that are no constants.
         """
         self._stand_ins.clear()
-        if remains(lambda: any(t not in self._constants for t in self._kept()), WAITS_FOR_GRAPHS):
+        kept: list[FakeTensor] = []
+
+        def holds_others() -> bool:
+            kept.clear()  # or this list would hold them
+            kept.extend(self._kept())
+            return any(t not in self._constants for t in kept)
+
+        if remains(holds_others, WAITS_FOR_GRAPHS):
             raise RefusedAtAnyLength(kept_elsewhere(name))
-        kept = self._kept()
         if not kept:
             return False
         self.gained.clear()

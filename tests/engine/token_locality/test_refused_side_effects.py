@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_memo import MemoStrategy
+from lightning_memo.engine.token_locality import fake_run
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -24,7 +25,9 @@ OUTSIDE = torch.zeros(())
 
 
 @pytest.fixture(autouse=True)
-def _empty() -> None:
+def _empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread lets go of anything here, which proofs wait for."""
+    monkeypatch.setattr(fake_run, "WAITS_FOR_GRAPHS", (0.001,))
     LOSSES.clear()
     OUTSIDE.zero_()
 
