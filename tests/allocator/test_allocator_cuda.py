@@ -66,6 +66,7 @@ def test_every_virtual_function_is_overridden(compiler, version, toolkit, tmp_pa
     assert not_overridden(compiler, BACK_END, version, tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_toolkit_alone(compiler, tmp_path, monkeypatch):
     """As beside a torch that was built from source, without NVIDIA's packages."""
     (tmp_path / "torch").symlink_to(VERSIONS[-1])

@@ -17,6 +17,7 @@ from typing import ClassVar
 import pytest
 import torch
 from support.benchmark_modules import ROOT, load
+from support.markers.slow import slow_if
 from torch.utils.flop_counter import FlopCounterMode
 
 pytestmark = pytest.mark.usefixtures("own_modules")
@@ -39,30 +40,37 @@ def results(folder):
     return {(result["cell"]["tuning"], result["cell"]["method"]): result for result in found}
 
 
-def arguments(folder):
-    return (*TINY, "--methods", *METHODS, "--tuning", "full", "lora", "--output", folder)
+def arguments(folder, *tuning, methods=METHODS):
+    return (*TINY, "--methods", *methods, "--tuning", *tuning, "--output", folder)
 
 
-def run_here(folder):
+def run_here(folder, *tuning, **others):
     """Run the cells that are not finished, and return what is said."""
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
-        patch.setattr(sys, "argv", ["gpu.py", *map(str, arguments(folder))])
+        patch.setattr(sys, "argv", ["gpu.py", *map(str, arguments(folder, *tuning, **others))])
         assert load("gpu").main() == 0, said.getvalue()
     return said.getvalue()
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """The folder of a run of some cells, and what it said."""
+@pytest.fixture(scope="module", params=["full", "lora"])
+def finished(tmp_path_factory, request):
+    """The results of a run of some cells by method, and what it said."""
     folder = tmp_path_factory.mktemp("cells")
-    return folder, run_here(folder)
+    said = run_here(folder, request.param)
+    assert_complete(folder, request.param)
+    return {method: result for (_, method), result in results(folder).items()}, said
+
+
+slow_tuning = slow_if(lambda finished: finished == "lora")
 
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_ended(tmp_path):
     folder = tmp_path
-    process = subprocess.Popen(command(*arguments(folder)), env=environment(), stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command(*arguments(folder, "full", "lora")), env=environment(), stdout=subprocess.PIPE, text=True
+    )
     limit = time.monotonic() + 600
     while not list(folder.glob("*/*/*.json")) and time.monotonic() < limit:
         time.sleep(0.02)
@@ -70,40 +78,41 @@ def test_a_killed_run_goes_on_where_it_ended(tmp_path):
     process.wait()
     process.stdout.close()
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*/*/*.json")}
-    said = run_here(folder)
+    said = run_here(folder, "full", "lora")
     assert 0 < len(before) < len(METHODS) * 2
     for path, changed in before.items():
         assert path.stat().st_mtime_ns == changed
         assert str(path.relative_to(folder).relative_to(path.parents[1].name)) not in said
-    assert_complete(folder)
+    assert_complete(folder, "full", "lora")
 
 
-def assert_complete(folder):
-    assert set(results(folder)) == {(tuning, method) for tuning in ("full", "lora") for method in METHODS}
+def assert_complete(folder, *tunings):
+    assert set(results(folder)) == {(tuning, method) for tuning in tunings for method in METHODS}
     assert not list(folder.glob("**/.*")), "an unfinished file is left"
 
 
+@slow_tuning
 def test_methods_at_a_length_come_one_after_the_other(finished):
-    folder, said = finished
-    assert_complete(folder)
+    _, said = finished
     order = [line.partition(" ...")[0] for line in said.splitlines() if " ... " in line]
     assert [path.partition("/")[0] for path in order] == sorted(path.partition("/")[0] for path in order)
 
 
+@slow_tuning
 def test_every_method_trains_alike(finished):
-    found = results(finished[0])
-    for tuning in ("full", "lora"):
-        plain = found[tuning, "plain"]
-        for method in set(METHODS) - {"plain", "async_offload"}:
-            result = found[tuning, method]
-            # bf16 weights and activations: a sum in another order differs by a few of its last places, 2^-8.
-            assert result["losses"][0] == pytest.approx(plain["losses"][0], rel=2**-8)
-            assert result["gradient_norm"] == pytest.approx(plain["gradient_norm"], rel=2**-5)
-            assert result["losses"][2] < result["losses"][0]
+    found, _ = finished
+    plain = found["plain"]
+    for method in set(METHODS) - {"plain", "async_offload"}:
+        result = found[method]
+        # bf16 weights and activations: a sum in another order differs by a few of its last places, 2^-8.
+        assert result["losses"][0] == pytest.approx(plain["losses"][0], rel=2**-8)
+        assert result["gradient_norm"] == pytest.approx(plain["gradient_norm"], rel=2**-5)
+        assert result["losses"][2] < result["losses"][0]
 
 
+@slow_tuning
 def test_a_result_says_what_was_measured_and_how(finished):
-    result = results(finished[0])["full", "memo_alpha_0.5"]
+    result = finished[0]["memo_alpha_0.5"]
     assert result["status"] == "ok"
     assert result["steps"] == {"prime": 0, "settling": 1, "warmup": 1, "timed": 2, "observed": 1}
     assert len(result["seconds"]) == 2
@@ -118,11 +127,12 @@ def test_a_result_says_what_was_measured_and_how(finished):
     assert torch.__version__.startswith(result["versions"]["torch"])  # the wheels of CUDA builds leave "+cu130" out
     assert "--layers 3" in result["command"]
     assert result["date"] and result["device"]
-    assert results(finished[0])["full", "plain"]["waits"] is None
+    assert finished[0]["plain"]["waits"] is None
 
 
+@slow_tuning
 def test_a_method_that_is_not_to_be_had_says_so_and_is_tried_again(finished):
-    result = results(finished[0])["full", "async_offload"]
+    result = finished[0]["async_offload"]
     assert result["status"] == "unavailable"
     assert result["reason"].startswith("needs a GPU")
     assert not load("cells.cell").finished(result, 1.0)
@@ -342,8 +352,10 @@ def engine_at(model, batch, alpha):
         sys.modules.pop("methods")
 
 
-def test_frozen_weights_have_no_gradients(finished):
-    found = {tuning: results(finished[0])[tuning, "plain"] for tuning in ("full", "lora")}
+@pytest.mark.slow
+def test_frozen_weights_have_no_gradients(tmp_path):
+    run_here(tmp_path, "full", "lora", methods=("plain",))
+    found = {tuning: result for (tuning, _), result in results(tmp_path).items()}
     shape = replace(load("lightning_memo.estimate.inputs.presets").load_model("llama_tiny"), layers=3)
     share = found["lora"]["trained_parameters"] / found["lora"]["parameters"]
     assert found["full"]["trained_parameters"] == found["full"]["parameters"] == shape.parameters

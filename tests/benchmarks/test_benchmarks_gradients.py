@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support import warm
 
 ROOT = Path(__file__).parents[2]
 CPU = ("--device", "cpu", "--quick")
 
 
 def run(*options: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, ROOT / "benchmarks" / "gradients.py", *options]
+    command = [warm.tools() / "python", ROOT / "benchmarks" / "gradients.py", *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 

@@ -130,7 +130,7 @@ def test_the_command_of_finetuning_runs(more: list[str], in_process: Any, tmp_pa
     assert losses(tmp_path) == pytest.approx([5.58] * 2, abs=0.2)
 
 
-@slow_if(lambda cell: cell not in cells_of_the_paper()[:2])
+@slow_if(lambda cell: cell not in cells_of_the_paper()[:1])
 @pytest.mark.parametrize("cell", cells_of_the_paper(), ids=name_of)
 def test_the_papers_experiments_run(cell: dict[str, str], tmp_path: Path) -> None:
     """Runs small versions in a process of their own, because ZeRO creates a process group."""

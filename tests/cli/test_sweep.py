@@ -267,6 +267,7 @@ def test_other_jobs_are_refused(train, tmp_path, failed_sweep, arguments, messag
     assert len(load_runs(tmp_path / SWEEP)) == 2
 
 
+@pytest.mark.slow
 def test_jobs_have_as_many_processes_as_they_need(train, tmp_path):
     failing = ["strategy=plain", "data.max_bytes=25000", "data.batch_size=1,300"]
     sweep = ["python", *MODULE, "-m", *TINY_RUN, *WITHOUT_REPORT, "trainer.devices=1,2", *failing]

@@ -127,7 +127,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@slow_if(lambda way, check_restored: not check_restored and way != "disk")
+@slow_if(lambda way, check_restored: way in ("slices", "nested slices") or check_restored == (way == "disk"))
 @pytest.mark.parametrize("check_restored", [False, True], ids=["unchecked", "checked"])
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_run(way: str, check_restored: bool, tmp_path: Path) -> None:

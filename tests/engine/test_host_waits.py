@@ -120,6 +120,7 @@ def test_the_host_waits_for_nothing_within_the_layers(way: Any, monkeypatch: pyt
         assert waits == ["ThreadCopyStream.synchronize"] * 2
 
 
+@slow_if(lambda case_id: case_id in ("slice by slice", "all on the host"))
 @each_way
 def test_the_backward_runs_in_any_thread(way: Any) -> None:
     """Like autograd's own thread for a GPU, which has no context variables of the forward's thread."""

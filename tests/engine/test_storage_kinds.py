@@ -69,6 +69,9 @@ NESTED = [
 ]
 
 
+slow_nested = slow_if(lambda case: case[2] and case[:2] not in (("gpt2_dropout", False), ("encoder_layer", False)))
+
+
 @pytest.fixture(
     scope="module",
     params=[*((*case, False) for case in CASES), *((*case, True) for case in NESTED)],
@@ -83,6 +86,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
         yield Case(batch, amp, nested, double, plain, under_test)
 
 
+@slow_nested
 def test_gradients_and_bytes_where_everything_is_somewhere(case: Case) -> None:
     under_test, engine = case.under_test, case.under_test.engine
     swapped, kept = under_test.load_storage(everything(under_test.products, case.nested), BASE)
@@ -115,6 +119,7 @@ def assert_as_good(case: Case, actual: Step) -> None:
     assert actual.distance(exact) <= FARTHER * case.plain.distance(exact)
 
 
+@slow_nested
 def test_products_are_those_with_a_row_for_each_token(case: Case) -> None:
     """The last product is not among them, because nothing in the layer needs its output, unless dropout follows."""
     products = case.under_test.products

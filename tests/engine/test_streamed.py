@@ -53,13 +53,7 @@ def assert_as_good(model: nn.Module, batch, actual: Step, plain: Step) -> None:
 WAYS = [(4, "attention", 1), (8, "all", 1), (11, "all", 14), (11, "attention", 61)]  # the last of 11 has one token
 
 
-@slow_if(
-    lambda family, slices, block_tokens: (
-        family in ("llama", "llama_lora", "mixtral")
-        or block_tokens == 61
-        or (family, slices) in {("mistral_window", 8), ("block_dropout", 11), ("llama_gqa", 8)}
-    )
-)
+@slow_if(lambda slices, family: slices != 4 or family == "llama_lora")
 @pytest.mark.parametrize(
     ("family", "slices", "host_backed", "block_tokens"),
     [

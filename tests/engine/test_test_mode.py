@@ -129,6 +129,7 @@ def _differ(actual: list[Step], expected: list[Step]) -> bool:
     return any(not torch.equal(a.gradients[name], g) for a, step in pairs for name, g in step.gradients.items())
 
 
+@slow_if(lambda alpha: alpha != 0.5)
 @each_case
 def test_everything_released_is_poisoned(family: str, alpha: float, slice_tokens: int | None) -> None:
     steps = profiled(family, alpha, slice_tokens)

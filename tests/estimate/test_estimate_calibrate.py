@@ -13,7 +13,7 @@ from support.commands import errors, run
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
 from lightning_memo.cli.runs import calibration_runs
-from lightning_memo.estimate.calibration.calibrate import calibrate
+from lightning_memo.estimate.calibration.calibrate import calibrate, main
 from lightning_memo.estimate.calibration.fitting import EFFICIENCIES, LayerMeasurement, StepMeasurement, fit
 from lightning_memo.estimate.inputs.constants import Constants, constants_of, read_constants
 from lightning_memo.estimate.inputs.parallelism import Parallelism
@@ -171,10 +171,10 @@ def test_plans_and_benchmarks_of_a_folder_make_constants_that_the_estimate_uses(
         ({"model": "none"}, "error: "),
     ],
 )
-def test_mistakes_are_one_line(tmp_path: Path, changes: dict[str, str], told: str) -> None:
+def test_mistakes_are_one_line(tmp_path: Path, in_process: Any, changes: dict[str, str], told: str) -> None:
     (tmp_path / "broken.json").write_text("{", encoding="utf-8")
     (tmp_path / "empty").mkdir()
-    status, _, err = run([*COMMAND, "calibrate", *settings(tmp_path, **changes)], tmp_path)
+    status, _, err = in_process(main, *settings(tmp_path, **changes))
     assert status == 2
     assert len(errors(err)) == len(err.splitlines()) == 1
     assert err.startswith(told)

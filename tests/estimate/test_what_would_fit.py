@@ -79,6 +79,7 @@ def test_sizes_that_were_given_are_changed_first(limits: Callable[[str], list[st
     assert changes(told)[0].startswith("parallel.")
 
 
+@pytest.mark.slow
 def test_other_methods_and_layers(limits: Callable[[str], list[str]]) -> None:
     told = limits("model=llama3_2_1b gpus=1 batch_size=1 seq_len=128K method=plain")
     assert changes(told)[0].startswith("method=memo")
@@ -88,6 +89,7 @@ def test_other_methods_and_layers(limits: Callable[[str], list[str]]) -> None:
     assert "Slices of tokens are estimated for data parallelism only: batch_size must be" in told[-1]
 
 
+@pytest.mark.slow
 def test_what_no_change_makes_fit_is_told(limits: Callable[[str], list[str]]) -> None:
     told = limits("model=llama3_70b gpus=1 batch_size=1 seq_len=16M cluster.devices_per_node=1 cluster.host_bytes=1GiB")
     assert changes(told) == []

@@ -106,6 +106,7 @@ def test_trainer(family: str, arguments: dict[str, Any], settings: dict[str, Any
     assert memo.plan.swap.alpha == settings.get("alpha", 1.0)
 
 
+@slow_if(lambda settings: "storage" in settings)
 @pytest.mark.parametrize("settings", [{"alpha": 0.5}, {"storage": "kinds", "device_memory": "1.5MiB"}], ids=str)
 def test_a_run_resumes_within_an_epoch(settings: dict[str, Any], tmp_path: Path) -> None:
     class Stop(TrainerCallback):

@@ -130,6 +130,7 @@ def test_one_argument_of_the_trainer_changes_no_loss(folder: Path, capsys: pytes
     assert "alpha=0.5" in out
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_preferences_with_a_switched_off_adapter_as_the_reference(
     folder: Path, capsys: pytest.CaptureFixture[str]

@@ -150,6 +150,7 @@ def test_the_plan_says_what_was_placed(recorded, tmp_path):
     assert Plan.load(tmp_path / "plan.json") == result.plan
 
 
+@pytest.mark.slow
 def test_accumulation_and_clipping():
     settings = {"steps": 8, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     planned, stats = run(**settings)
@@ -159,6 +160,7 @@ def test_accumulation_and_clipping():
     assert {"backward", "backward 2", "layer 3 forward 2"} <= set(names)
 
 
+@pytest.mark.slow
 def test_validation_in_between_is_left_to_pytorch():
     settings = {"val_data": loader(8), "val_check_interval": 3, "num_sanity_val_steps": 1}
     planned, stats = run(**settings)
@@ -236,6 +238,7 @@ def _fail(*args):
     raise RuntimeError("on purpose")
 
 
+@pytest.mark.slow
 def test_a_step_that_is_given_up_costs_nothing_but_misses():
     results = []
     for plan_memory in (True, False):

@@ -10,7 +10,6 @@ from lightning.pytorch import Callback, Trainer
 from rich.console import Console
 from support.devices import DEVICE
 from support.families import PlainBlock, PlainModel
-from support.markers.slow import slow_if
 from support.parallel_training import Run, train_alone, train_together
 from support.trainer_harness import LanguageModel, Result, fit, mixing_model, plain, shorten_measurements
 from torch import nn
@@ -111,6 +110,7 @@ def test_the_printed_plan_names_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fp8" not in text_of(train(alpha=0.5).plan)
 
 
+@pytest.mark.slow
 def test_saved_plans_are_for_one_precision(tmp_path: Path) -> None:
     first = train(alpha=0.5, swap_precision="fp8")
     path = tmp_path / "plan.json"
@@ -173,7 +173,7 @@ CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@slow_if(lambda name: name != "cp2 slices")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_several_processes_with_accumulation(name: str) -> None:
     size, settings = CONFIGURATIONS[name]

@@ -57,7 +57,7 @@ class PeakOfLaterSteps(Callback):
             self.peak_bytes = self._meter.peak_bytes
 
 
-@slow_if(lambda case_id: case_id in ("half_long", "swapped"))
+@slow_if(lambda case_id: case_id in ("half_long", "swapped", "host_backed"))
 @pytest.mark.parametrize(
     "settings",
     [

@@ -151,6 +151,7 @@ ONE_TASK = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_job_that_slurm_queues_again_goes_on(train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ONE_TASK.items():
         monkeypatch.setenv(name, value)

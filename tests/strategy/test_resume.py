@@ -4,6 +4,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
+from support.markers.slow import slow_if
 from support.processes import run_in_processes
 from support.samples.models import run
 
@@ -35,6 +36,7 @@ def text(tmp_path):
     return folder
 
 
+@slow_if(lambda case_id: case_id in ("worker", "validation"))
 @pytest.mark.parametrize(
     ("epoch_batches", "num_workers", "changes"),
     [

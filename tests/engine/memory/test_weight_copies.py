@@ -18,6 +18,9 @@ from lightning_memo.engine.saved_tensors.weight_copies import WeightCopies
 
 BATCH = make_batch(2, 48)
 FEW = ("llama", "gpt2_dropout")
+QUICK = (
+    "llama-0.5-as Lightning enters it", "llama-0.5-of frozen weights", "gpt2_dropout-0.0-as Lightning enters it",
+)  # fmt: skip
 
 
 class CopiesOf(TorchDispatchMode):
@@ -51,11 +54,7 @@ def build(family: str, frozen: bool = False) -> tuple[nn.Module, list[nn.Paramet
     return model, layers
 
 
-@slow_if(
-    lambda family, alpha, cached: (
-        (family, alpha) not in (("llama", 0.5), ("gpt2_dropout", 0.0)) or (cached and alpha != 0.5)
-    )
-)
+@slow_if(lambda case_id: case_id not in QUICK)
 @pytest.mark.parametrize(
     ("cached", "frozen"),
     [(False, False), (True, False), (False, True)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.families import PlainBlock, PlainModel
+from support.markers.slow import slow_if
 from support.trainer_harness import LanguageModel, fit, loader, plain
 from support.wrapped_tensors import Opaque, Rounded, RoundedLinear
 from torch import Tensor, nn
@@ -32,6 +33,7 @@ CASES = [
 ]
 
 
+@slow_if(lambda kind, settings: kind is Rounded and settings.get("alpha") in (0.0, 1.0))
 @pytest.mark.parametrize(("kind", "settings"), CASES, ids=str)
 def test_losses_are_those_of_plain_training(kind: type[Tensor], settings: dict[str, object]) -> None:
     budget = {"device_memory": "1100KiB"} if "storage" in settings else {}

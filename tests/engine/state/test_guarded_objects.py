@@ -151,7 +151,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@slow_if(lambda name, place, alpha: alpha != 0.5 or (place is not as_attribute and name not in ("dict", "private")))
+@slow_if(lambda name, place, alpha: alpha != 0.5 or (place is not as_attribute and name != "dict"))
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize(("name", "place"), CASES)
 def test_are_left_alone(name: str, place: Callable[[Any], nn.Module], alpha: float) -> None:

@@ -8,6 +8,7 @@ import pytest
 from support.architectures import counters
 from support.attention.recorded_training import Recording, blocks, compare
 from support.families import PlainBlock
+from support.markers.slow import slow_if
 from torch import Tensor
 from typing_extensions import override
 
@@ -46,6 +47,7 @@ class Scheduled(Recording):
         assert (SCALE, counters.COUNT) == (2.5, 3)
 
 
+@slow_if(lambda settings: settings["alpha"] != 0.5)
 @pytest.mark.parametrize(
     "settings",
     [*({"alpha": alpha} for alpha in (0.0, 0.5, 1.0)), {"alpha": 0.5, "slice_tokens": 8, "host_backed": "all"}],

@@ -86,7 +86,7 @@ DRAWS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@slow_if(lambda draws, alpha: alpha != 0.0 and draws != "python")
+@slow_if(lambda alpha: alpha != 0.0)
 @pytest.mark.parametrize("alpha", ALPHAS)
 @pytest.mark.parametrize("draws", DRAWS)
 def test_layers_that_run_whole(draws: str, alpha: float) -> None:

@@ -188,7 +188,7 @@ def check(build: Callable[[], nn.Module], settings: dict[str, Any], steps: int =
     compare(build, settings, Switching, steps)
 
 
-@slow_if(lambda kind, settings: settings != {"alpha": 0.5} and kind is not Counting)
+@slow_if(lambda settings: settings != {"alpha": 0.5})
 @pytest.mark.parametrize("settings", WHOLE)
 @pytest.mark.parametrize("kind", [Conjugated, Negated, Counting, CountingAside, Catching, Switched, Normalized])
 def test_layers_that_run_whole(kind: type[nn.Module], settings: dict[str, Any]) -> None:

@@ -49,9 +49,7 @@ CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 # Those with all families. The others, which combine the same parts, run with one.
 WITH_ALL = ("ep2", "cp2 ep2", "ep2 x tp2", "dp2 x cp2 ep2 zero3")
-QUICK = {
-    ("ep2", "gpt_oss"), ("cp2 ep2", "deepseek_v3"), ("dp4 ep2 zero3", "granitemoe_balanced"),
-}  # fmt: skip
+MORE = {("dp4 ep2 zero3", "granitemoe_balanced")}
 
 
 def _trains(configuration: str, family: str) -> bool:
@@ -70,14 +68,14 @@ def check(size: int, run: Run, settings: dict[str, Any]) -> None:
     assert all(errors[part] <= BOUND for part in ("loss", "norm", "gradients")), errors
 
 
-@slow_if(lambda configuration, family: (configuration, family) not in QUICK)
+@slow_if(lambda configuration, family: (configuration, family) not in (("ep2", "gpt_oss"), ("cp2 ep2", "deepseek_v3")))
 @pytest.mark.parametrize(
     ("configuration", "family"),
     [
         (c, f)
         for c in CONFIGURATIONS
         for f in MIXTURES
-        if _trains(c, f) and (c in WITH_ALL or f == "mixtral_balanced" or (c, f) in QUICK)
+        if _trains(c, f) and (c in WITH_ALL or f == "mixtral_balanced" or (c, f) in MORE)
     ],
 )
 def test_equals_one_process(configuration: str, family: str) -> None:

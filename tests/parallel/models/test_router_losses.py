@@ -26,17 +26,10 @@ def check(configuration: str, run: Run, alpha: float = 0.5) -> None:
     assert all(errors[part] <= BOUND for part in ("loss", "norm", "gradients")), f"{configuration}: {errors}"
 
 
-@slow_if(
-    lambda configuration, family: (
-        (configuration, family)
-        not in {
-            ("cp2 ring", "mixtral_balanced"),
-            ("cp2 ulysses", "qwen3_moe_balanced"),
-            ("dp2 zero3", "granitemoe_balanced"),
-            ("tp2+sp", "mixtral_balanced"),
-        }
-    )
-)
+QUICK = ("cp2 ulysses-qwen3_moe_balanced", "dp2 zero3-granitemoe_balanced", "tp2+sp-mixtral_balanced")
+
+
+@slow_if(lambda case_id: case_id not in QUICK)
 @pytest.mark.parametrize(
     ("configuration", "family"),
     [

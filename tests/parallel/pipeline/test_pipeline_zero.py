@@ -55,7 +55,7 @@ class WatchWhole(Callback):
             self.notes["weights"] += local_part(of._unsharded_param).untyped_storage().size() > 0
 
 
-@slow_if(lambda zero_stage, blocks, accumulate: (zero_stage, blocks, accumulate) not in {(2, 1, 2), (3, 2, 2)})
+@slow_if(lambda zero_stage, blocks, accumulate: (zero_stage, blocks, accumulate) != (3, 2, 2))
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("zero_stage", [2, 3])
@@ -107,6 +107,7 @@ def test_all_pipelines_run_one_by_one_if_one_of_them_profiles(zero_stage: int, b
     check(run_of(growing=True), {"zero_stage": zero_stage, "virtual_pipeline_size": blocks})
 
 
+@slow_if(lambda zero_stage: zero_stage != 3)
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_collectives_of_a_step(zero_stage: int) -> None:
     """Each of two stages has a layer, and the embedding or the head around it, whose weights stay gathered."""

@@ -75,6 +75,7 @@ def test_bytes_per_process_in_mixed_precision(stage: int, processes: int) -> Non
         assert held["kept weights"] + held["moments"] == 12 * n // (processes if stage >= 1 else 1)
 
 
+@slow_if(lambda stage: stage in (1, 2))
 @pytest.mark.parametrize("stage", EXPECTED)
 def test_collectives_of_an_optimizer_step(stage: int) -> None:
     """Two micro-batches: reduced once at stages 0 and 1, weights gathered once at 1 and 2."""
