@@ -64,7 +64,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Those that are like another one to the divided modules.
 ALIKE = (
-    "qwen2", "mistral_window", "gemma", "gemma3", "phi3", "granite", "gpt_neox_serial", "cohere", "starcoder2", "phi",
+    "qwen2", "qwen3", "mistral_window", "gemma", "gemma3", "phi3", "granite", "gpt_neox_serial", "cohere", "starcoder2",
+    "phi",
 )  # fmt: skip
 # What a model's own plan leaves open: an activation function with parameters.
 PLANS = {"apertus": {"layers.*.mlp.act_fn": "replicated"}}

@@ -290,7 +290,7 @@ def damage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Damage]]:
     monkeypatch.undo()
 
 
-@slow_if(lambda case_id: case_id not in ("swapped-bit", "swapped-nan", "spilled-bit", "block-bit", "slice-slot-bit"))
+@slow_if(lambda case_id: case_id not in ("swapped-bit", "block-bit", "slice-slot-bit"))
 @pytest.mark.parametrize("nan", [False, True], ids=["bit", "nan"])
 @pytest.mark.parametrize(
     ("path", "stream", "is_meant", "told"),
