@@ -12,7 +12,7 @@ module of a layer, because the recomputation ends when `A(x)` is computed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
@@ -21,9 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from lightning_memo.engine.saved_tensors.side_effects import address_of, written_in_schema
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import is_wrapped
+from lightning_memo.utils.operator_values import tensors_in
 
 KERNELS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 _INTO = {KERNELS[0]: torch.ops.aten.mm.out, KERNELS[1]: torch.ops.aten.addmm.out}
@@ -48,8 +49,9 @@ def adapted_modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module, frozense
         if own or any(adapter in module.lora_variant for adapter in module.active_adapters):
             continue
         if not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules() if part is not module):
-            terms = [module.base_layer, *module.lora_B.values()]
-            yield name, module, frozenset(id(term.weight) for term in terms if type(term.weight) is nn.Parameter)
+            # Not `term.weight`, which parametrizations compute, and would save for the backward.
+            weights = [term._parameters.get("weight") for term in (module.base_layer, *module.lora_B.values())]
+            yield name, module, frozenset(id(weight) for weight in weights if type(weight) is nn.Parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class Term:
         rows: Rows of the product.
         size_bytes: Size of the product.
         storage: Its memory, which this does not hold.
+        operands: Addresses of what it is computed from, valid until that has happened.
         compute: Computes it; `None` once that has happened.
         spans: When that began and ended.
         changed: Whether the function that computes it goes on with another operation.
@@ -86,6 +89,7 @@ class Term:
     rows: int
     size_bytes: int
     storage: StorageWeakRef
+    operands: frozenset[int]
     compute: Callable[[], Any] | None
     spans: list[Span] = field(default_factory=list)
     changed: bool = False
@@ -123,9 +127,9 @@ class SumMode(TorchDispatchMode):
             self._called = None
 
     def finish(self) -> None:
-        """Compute the terms that nothing has read: one of them may be the module's output."""
-        for term in self.terms:
-            self._compute(term)
+        """Compute the terms that nothing has read, outside of the mode: one of them may be the module's output."""
+        with torch.no_grad():  # autograd has seen these products
+            self._compute(self.terms)
 
     def spans_of(self, out: Tensor) -> list[Span] | None:
         """Return when the operations ran that a stored sum spares; `None` if something else reads terms.
@@ -141,10 +145,15 @@ class SumMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if is_view(func) and func is not _DETACH:
+            return func(*args, **kwargs)
         if self._called is not None and func in KERNELS and not self._begun:
-            return self._begin(self._called, func, args)
-        read = [t for t in tree_leaves((args, kwargs)) if self._is_part(t)]
-        if not read or (is_view(func) and func is not _DETACH):
+            return self._begin(self._called, func, args, kwargs)
+        if self.terms and (written := written_in_schema(func, args, kwargs)):
+            addresses = set(map(address_of, written))
+            self._compute(term for term in self.terms if not addresses.isdisjoint(term.operands))
+        read = [t for t in tensors_in(args, kwargs) if self._is_part(t)]
+        if not read:
             return func(*args, **kwargs)
         adds = self._adds(func, args, kwargs)
         if self._stored is None:
@@ -156,13 +165,16 @@ class SumMode(TorchDispatchMode):
             'layer\'s input, weights and adapters alike in all steps, or set storage="alpha"'
         )
 
-    def _begin(self, name: str, func: Any, args: tuple[Any, ...]) -> Tensor:
+    def _begin(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         left, right = args[-2:]
         self._begun = True
         if self._stored is not None:
             return self._stored.view(left.shape[0], right.shape[1])
         out: Tensor = left.new_empty(left.shape[0], right.shape[1])
-        term = Term(name, out.shape[0], out.nbytes, _storage(out), lambda: _INTO[func](*args, out=out))
+        operands = frozenset(map(address_of, args))
+        term = Term(
+            name, out.shape[0], out.nbytes, _storage(out), operands, lambda: _INTO[func](*args, **kwargs, out=out)
+        )
         self.terms.append(term)
         self._parts.add(term.storage)
         return out
@@ -171,7 +183,7 @@ class SumMode(TorchDispatchMode):
         storages = {_storage(t) for t in read}
         for term in self.terms:
             if term.storage in storages:
-                self._compute(term)
+                self._compute([term])
                 term.changed |= term.name == self._called
         started = self._now()
         out = func(*args, **kwargs)
@@ -182,12 +194,13 @@ class SumMode(TorchDispatchMode):
             self._only_added = False
         return out
 
-    def _compute(self, term: Term) -> None:
-        if term.compute is not None:
-            started = self._now()
-            term.compute()
-            term.spans.append((started, self._now()))
-            term.compute = None
+    def _compute(self, terms: Iterable[Term]) -> None:
+        for term in terms:
+            if term.compute is not None:
+                started = self._now()
+                term.compute()
+                term.spans.append((started, self._now()))
+                term.compute = None
 
     def _is_part(self, t: Any) -> bool:
         if not isinstance(t, Tensor) or is_wrapped(t) or t.layout is not torch.strided:

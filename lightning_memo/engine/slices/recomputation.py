@@ -225,11 +225,14 @@ class _Recomputation:
             state = self._part.storage.load(start.state).detach().requires_grad_(start.requires_grad)
         return call.run(state)[0]
 
+    def _remaining(self) -> int:
+        return len(self._part.saved) - len(self._found.saved)
+
     def _product_mode(self) -> ProductMode | None:
         part, layer, profile = self._part, self._part.run.call.layer, self._part.run.engine.profile
         if profile is not None and profile.with_products:
             return ProductMode(layer, MeasuredProducts(profile, part.run.position.layer))
-        mode = ProductMode(layer, AnsweredProducts(part.storage))
+        mode = ProductMode(layer, AnsweredProducts(part.storage, self._remaining))
         return mode if part.storage.products or mode.adapts else None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from lightning_memo.engine.forward.adapted_sums import SumMode
@@ -9,16 +11,20 @@ from lightning_memo.engine.forward.matrix_products import AnsweredProduct, Compu
 from lightning_memo.engine.layers.call_storage import SliceStorage
 from lightning_memo.engine.layers.step_profile import StepProfile
 
+# The layer's last adapted module saves no more tensors: for each adapter its input, a mask, and `A(x)`.
+_SAVED_BY_LAST = 8
+
 
 class AnsweredProducts:
     """Reads products from storage, and computes those that are not there.
 
     Args:
         storage: Stores the tensors of the slice.
+        remaining: Returns how many tensors the forward saved behind the present point.
     """
 
-    def __init__(self, storage: SliceStorage) -> None:
-        self._storage = storage
+    def __init__(self, storage: SliceStorage, remaining: Callable[[], int]) -> None:
+        self._storage, self._remaining = storage, remaining
         self._sum: SumMode | None = None
 
     def product(self, name: str, compute: Compute) -> Tensor:
@@ -35,9 +41,12 @@ class AnsweredProducts:
         return self._sum.term(name, compute)
 
     def sum(self, name: str, compute: Compute) -> Tensor:
-        with SumMode(self._stored(name)) as self._sum:
+        stored, self._sum = self._stored(name), None
+        if stored is None and self._remaining() > _SAVED_BY_LAST:
+            return compute()  # terms of modules before the last one are read, and a mode costs time
+        with SumMode(stored) as self._sum:
             out = compute()
-            self._sum.finish()
+        self._sum.finish()
         return out
 
     def _stored(self, name: str) -> Tensor | None:
@@ -71,7 +80,7 @@ class MeasuredProducts:
     def sum(self, name: str, compute: Compute) -> Tensor:
         with SumMode(None, self._profile.now) as self._sum:
             out = compute()
-            self._sum.finish()
+        self._sum.finish()
         if (spans := self._sum.spans_of(out)) is not None:
             rows = out.numel() // max(out.shape[-1], 1)
             self._profile.product(self._layer, name, rows, out.nbytes, spans)

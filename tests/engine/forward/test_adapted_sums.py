@@ -140,8 +140,9 @@ def only_second(model: nn.Module) -> Iterator[None]:
 CHANGES = {"disabled": lambda model: model.disable_adapter(), "merged": merged, "another": only_second}
 
 
+@pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_adapters_change_from_step_to_step(change: Callable[[Any], Any]) -> None:
+def test_adapters_change_from_step_to_step(change: Callable[[Any], Any], stored: bool) -> None:
     model, batch = two_adapters(), make_batch(2, TOKENS)
     model.get_input_embeddings().weight.requires_grad_()  # without adapters, this alone is trained
     plain = loss_and_gradients(model, batch)
@@ -149,12 +150,61 @@ def test_adapters_change_from_step_to_step(change: Callable[[Any], Any]) -> None
         changed = loss_and_gradients(model, batch)
     with ByKind(model) as under_test:
         under_test.profile_step(batch)
-        whole = {name: [("swap", 0, TOKENS)] for name in under_test.products}
+        whole = {name: [("swap", 0, TOKENS)] for name in under_test.products} if stored else {}
         under_test.load_storage(BASE | whole)
         for _ in range(2):
             with change(model):
                 assert_equal(under_test.step(batch), changed)
             assert_equal(under_test.step(batch), plain)
+
+
+def test_a_profiled_step_without_adapters_stores_outputs() -> None:
+    model, batch = build(), make_batch(2, TOKENS)
+    model.get_input_embeddings().weight.requires_grad_()
+    with model.disable_adapter(), ByKind(model) as under_test:
+        plain = loss_and_gradients(copy.deepcopy(model), batch)
+        assert_equal(under_test.profile_step(batch), plain)
+    assert names(under_test, "self_attn.q_proj") == [""]
+
+
+# ---- what modules are made of
+
+
+class Scaled(nn.Linear):
+    """Has a product with a factor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.flatten(0, 1), self.weight, alpha=0.5).unflatten(0, x.shape[:2])
+
+
+def scaled() -> nn.Module:
+    model = build(targets=["q_proj"])
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.in_features == module.out_features:
+            module.__class__, module.bias = Scaled, nn.Parameter(torch.ones(module.out_features))
+    return on_device(model)
+
+
+def parametrized() -> nn.Module:
+    model = build()
+    for layer in model.base_model.model.model.layers:
+        torch.nn.utils.parametrizations.weight_norm(layer.mlp.gate_proj.lora_B["default"])
+        torch.nn.utils.parametrizations.weight_norm(layer.mlp.down_proj.base_layer)
+    return model
+
+
+def in_place_dropout() -> nn.Module:
+    model = build(targets=["down_proj"], lora_dropout=0.3)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.inplace = True
+    return model
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("make", [scaled, parametrized, in_place_dropout])
+def test_modules_of_users(make: Callable[[], nn.Module], stored: bool) -> None:
+    train(make(), stored)
 
 
 def test_types_change_from_step_to_step() -> None:
