@@ -244,8 +244,7 @@ class Engine:
         if self.calls.interrupted:
             self.reset()
         (x, call), key = self.sharing.read_call(layer, forward, args, kwargs), self.calls.next_key
-        tokens = call.tokens if self.sequence is None else self.sequence.tokens
-        if key == 0 and self.profiles(call.batch, tokens):
+        if key == 0 and self.profiles(call.batch, (self.sequence or call).tokens):
             self._start_profile(call, x)
         assert self.swap is not None
         if self.swap.mode == "plain":
@@ -268,7 +267,7 @@ class Engine:
         x = x.contiguous()
         if not self.calls and self.profiles(call.batch, call.tokens):
             self._start_profile(call, x)
-        slices = self.slices_for(traits := self.layer_classes.of(call, x), call.tokens)
+        slices = self.slices_for(traits := self.sharing.agreed(self.layer_classes.of(call, x), x.device), call.tokens)
         check_bounds(call.layout, slices)
         on_host = self.swap is not None and self.swap.host_backed == "all" and self.sequence is None
         policy = StoragePolicy(self.memory, swap=True, per_slice=True, states_on_host=on_host)
@@ -278,11 +277,12 @@ class Engine:
     def _run_slices(self, call: LayerCall, given: Tensor, key: int, swap: SwapPlan) -> Any:
         tokens, x = call.tokens, given.contiguous()
         traits = self.layer_classes.of(call, x)  # before the first mark, as a proof takes long
-        self.settings.check(traits, tokens, divided_by_slices(call.layout))
         slices = self.slices_for(traits, tokens, key)
         due, lengths = self.comparison.due(key, swap.calls), [*(part.tokens for part in slices), tokens]
         if len(slices) > 1 and self.comparison.ends_slices(call, x, traits, lengths, due, swap.streamed):
-            slices = self.slices_for(traits := self.layer_classes.of(call, x), tokens, key)
+            traits = self.layer_classes.of(call, x)
+        slices = self.slices_for(traits := self.sharing.agreed(traits, x.device), tokens, key)
+        self.settings.check(traits, tokens, divided_by_slices(call.layout))
         if swap.storage is not None and slices[0].places is None:
             self.limits.exceed()  # slots and rounding buffers were planned for slices
         self.mark(key, "forward_begin", Subject(key))
@@ -305,7 +305,7 @@ class Engine:
         self.before_profile()
         self.layer_classes.forget()
         with self.attention.choosing():
-            traits = self.layer_classes.of(call, x)
+            traits = self.sharing.agreed(self.layer_classes.of(call, x), x.device)
         sliced = self.cutter.outside or self.sequence is not None
         backing = self.settings.backing(traits, call.tokens, sliced)
         slices = self.cutter.cut(call.tokens, 0.0, self.settings.profiled_slice_tokens(traits))

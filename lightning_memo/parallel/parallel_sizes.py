@@ -44,6 +44,11 @@ class ParallelSizes:
         """Number of ranks with the same weights and different tokens, over which ZeRO shards."""
         return self.data * self.context
 
+    @property
+    def shares_experts(self) -> bool:
+        """Whether ranks with different batches share experts, and send each other tokens."""
+        return self.expert > self.context
+
     def describe(self, zero_stage: int, zero_communication: str = "none", zero_shard_size: int | None = None) -> str:
         """Returns a short label, like "dp2-cp2-tp1-zero3"."""
         sequence = "sp" if self.shards > 1 else ""

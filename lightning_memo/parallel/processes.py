@@ -92,9 +92,7 @@ class Processes:
         self.current_layout = CurrentLayout()
         staging = (config, self.sizes, self.mesh, device, self.current_layout, timeout)
         self.pipeline = Pipeline(*staging) if staged else None
-        in_step = self._sequence
-        if self._experts is not None and self.sizes.expert > self.sizes.context:
-            in_step = self._experts.homes
+        in_step = self._experts.homes if self._experts is not None and self.sizes.shares_experts else self._sequence
         self.data_rank: int = self.mesh[DATA].get_local_rank()
         self.ranks = Ranks(
             parallel=self.sizes.describe(config.zero_stage, config.zero_communication, config.zero_shard_size),
@@ -102,6 +100,7 @@ class Processes:
             alike=stage_group(self.mesh, timeout).get_group() if staged else None,
             stages=across_stages(self.mesh) if staged and self.sizes.shards > 1 else None,
             in_step=in_step.get_group() if in_step.size() > 1 else None,
+            shares_experts=self.sizes.shares_experts,
             world=dist.get_world_size() > 1,
         )
         shared = self._sequence.get_group() if self._sequence.size() > 1 else None
@@ -323,7 +322,7 @@ class Processes:
             if self._batches < _FIRST_CHECKS or self._batches % _CHECK_EVERY == 0:
                 check_same_batch(batch, self._readers, self.data_rank)
             self._batches += 1
-        if training and self._experts is not None and self.sizes.expert > self.sizes.context:
+        if training and self._experts is not None and self.sizes.shares_experts:
             check_same_size(batch, self._experts.homes.get_group(), self.sizes.expert)
         if training and self._trains_tower and self.sizes.data > 1:
             check_same_images(batch, self.mesh[DATA].get_group())

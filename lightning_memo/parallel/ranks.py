@@ -34,6 +34,7 @@ class Ranks:
             cut layers into the same slices; `None` if not. Sequence parallelism lays out tokens by slices.
         in_step: Process group that runs the same slices of layers at the same time, because its processes compute the
             same sequences or send each other tokens; `None` if only this process does.
+        shares_experts: Whether processes of `in_step` compute other sequences, and send each other tokens.
         world: Whether the run has more than one process.
     """
 
@@ -42,6 +43,7 @@ class Ranks:
     alike: ProcessGroup | None = None
     stages: ProcessGroup | None = None
     in_step: ProcessGroup | None = None
+    shares_experts: bool = False
     world: bool = False
 
     def gather(self, value: T, everyone: bool = True) -> list[T]:

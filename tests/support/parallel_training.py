@@ -47,6 +47,7 @@ class Run:
         padded: Whether rows are padded on the right, to other lengths each.
         growing: Whether rows of odd numbers are padded in the first batches, and each process drops the padding that
             all of its rows have.
+        change: A function, importable by name, that gets the number of a row and the row, and returns another row.
         precision: Precision of Lightning's trainer.
         steps: Number of optimizer steps.
         layers: Number of layers; if 0, that of the family.
@@ -63,6 +64,7 @@ class Run:
     uneven: bool = False
     padded: bool = False
     growing: bool = False
+    change: Callable[[int, dict[str, Tensor]], dict[str, Tensor]] | None = None
     precision: str = "32-true"
     steps: int = STEPS
     layers: int = 0
@@ -252,7 +254,7 @@ class Texts(Dataset[dict[str, Tensor]]):
             padding = index % 4 if run.padded else index % 2 * max(2 - index // run.batch, 0)
             item["attention_mask"] = (torch.arange(tokens) < tokens - 7 * padding).long()
             item["labels"] = item["labels"].masked_fill(item["attention_mask"] == 0, -100)
-        return item
+        return item if run.change is None else run.change(index, item)
 
 
 class Keep(Callback):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.layers.check_token_layout import check_tokens, divided_by_slices
 from lightning_memo.engine.modules.layer_forward import read_call
+from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
 from lightning_memo.engine.recurrence.handed_states import HandedStates
 from lightning_memo.parallel.batches.current_layout import CurrentLayout
@@ -53,6 +56,29 @@ class TokenSharing:
         if self.divided:
             check_tokens(call.layout, call.tokens * self.shards)
         return x, call
+
+    def agreed(self, traits: LayerTraits, device: torch.device) -> LayerTraits:
+        """Return the traits by which all processes that share experts run a layer in the same slices.
+
+        Each slice sends tokens, and a process may be the only one whose layer gets a mask that does not allow slices.
+        This is a collective of these processes, and does nothing if there are none.
+
+        Args:
+            traits: The traits of the layer on this process.
+            device: The device of this process.
+        """
+        if self.ranks is None or not self.ranks.shares_experts:
+            return traits
+        found = torch.tensor([bool(traits.why_whole), bool(traits.why_nest)], dtype=torch.int32, device=device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.ranks.in_step)
+        whole, nest = found.tolist()
+        why_whole = "a process that shares experts with this one got arguments with which the layer cannot be cut"
+        why_nest = "attention on a process that shares experts with this one needs all tokens at once"
+        return replace(
+            traits,
+            why_whole=traits.why_whole or why_whole * whole,
+            why_nest=traits.why_nest or why_nest * nest,
+        )
 
     def handed_states(self, layout: TokenLayout | None) -> HandedStates:
         """Return the states of a layer call, which come from other processes if these share the tokens of a batch."""

@@ -21,6 +21,7 @@ from lightning_memo.engine.state.module_attributes import ModuleAttributes
 from lightning_memo.engine.state.named_values import named_values
 from lightning_memo.engine.token_locality.alike_layers import LocalityProofs
 from lightning_memo.engine.token_locality.prove_locality import Locality, prove_locality, why_other_at
+from lightning_memo.parallel.tensor.token_exchange import exchanging_nothing
 
 # A layer that is called in more forms, for example with a number that counts steps, runs as one slice.
 _MOST_FORMS = 16
@@ -117,7 +118,7 @@ class LayerClasses:
         if form not in by_form or (self._has_new_numbers(call.layer, numbers) and not by_form[form].why_whole):
             was_cut = any(not traits.why_whole for traits in by_form.values())
             before = by_form.get(form)
-            with collecting_nothing():
+            with collecting_nothing(), exchanging_nothing():
                 kind, any_other = (attributes.modules, form), form is _ANY_OTHER
                 # A layer may set context variables.
                 by_form[form] = copy_context().run(self._find, call, x, kind, attributes.inner, any_other)

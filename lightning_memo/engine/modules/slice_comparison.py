@@ -17,6 +17,7 @@ from lightning_memo.engine.modules.layer_classes import LayerClasses
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
 from lightning_memo.engine.saved_tensors.saved_sums import SavedSums
+from lightning_memo.parallel.tensor.token_exchange import exchanging_nothing
 
 _EVERY = 64  # steps
 _MOST_TOKENS = 1024
@@ -102,7 +103,7 @@ class SliceComparison:
             self.before()
         tokens = _unlike_other_sizes(max(2, min(_MOST_TOKENS, call.tokens // _PART, lengths[0])), call)
         start, turn = (call.tokens - tokens) // 2, self._compared
-        with collecting_nothing():
+        with collecting_nothing(), exchanging_nothing():
             unlike = difference_in_slices(call, x, traits.locality.side_places, start, tokens, turn)
         if not unlike:
             return False

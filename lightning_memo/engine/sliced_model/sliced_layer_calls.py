@@ -108,7 +108,7 @@ def run_slice(engine: SequenceServices, sequence: SequenceRun, call: LayerCall, 
     layer = key % len(engine.layers)
     position = CallPosition(layer, key, sequence.index, sequence.slice.start)
     if sequence.index == 0:  # the last slice may have a single token, too few for a probe
-        traits = engine.layer_classes.of(call, x)
+        traits = engine.sharing.agreed(engine.layer_classes.of(call, x), x.device)
         if (why := traits.why_whole or traits.why_nest) and call.tokens > 1:
             raise engine.settings.backing_error(why)
         due = engine.comparison.due(key, len(engine.layers))

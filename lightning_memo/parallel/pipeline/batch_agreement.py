@@ -9,9 +9,6 @@ other tokens. Otherwise, with ZeRO 0 and 1, pipelines beside each other meet at 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,7 +16,6 @@ from torch import Tensor
 from lightning_memo.parallel.parallel_sizes import ParallelSizes
 
 _SAME = 1e-6  # as a fraction of the number
-_EXACT = 2**51  # whole numbers that fp64 has exactly, also times 3
 
 
 class BatchAgreement:
@@ -34,12 +30,7 @@ class BatchAgreement:
 
     def __init__(self, readers: dist.ProcessGroup, zero_stage: int, sizes: ParallelSizes, device: torch.device) -> None:
         self._zero_stage, self._sizes, self._device = zero_stage, sizes, device
-        self._group = dist.group.WORLD if zero_stage >= 2 or self._share_experts else readers
-
-    @property
-    def _share_experts(self) -> bool:
-        """Whether processes of several pipelines do."""
-        return self._sizes.expert > self._sizes.context
+        self._group = dist.group.WORLD if zero_stage >= 2 or self._sizes.shares_experts else readers
 
     def _why(self, zero: bool, experts: bool) -> tuple[str, str]:
         """Return the settings that ask for equal numbers, and what to set in their place."""
@@ -62,39 +53,15 @@ class BatchAgreement:
             ValueError: They have not. All processes raise it.
         """
         by_zero = self._zero_stage >= (2 if training else 3)
-        if not by_zero and not self._share_experts:
+        if not by_zero and not self._sizes.shares_experts:
             return
         least, most = self._range(torch.tensor(float(count)))
         if least < most:
-            settings, instead = self._why(by_zero, self._share_experts)
+            settings, instead = self._why(by_zero, self._sizes.shares_experts)
             raise ValueError(
                 f"pipeline_parallel_size: processes have {least:.0f} to {most:.0f} micro-batches in a batch, and with "
                 f"{settings} each waits for the others in each of them: give batches of equally many rows to all "
                 f"data-parallel processes, or set {instead}"
-            )
-
-    def check_padding(self, masks: Sequence[Tensor | None]) -> None:
-        """Check that processes of several pipelines that share experts have padding in the same micro-batches.
-
-        Layers get a mask only where there is padding, and a process tries out layers when they get one for the first
-        time. The others would have to do so, too, because each run of a layer sends tokens.
-
-        Args:
-            masks: The attention mask of each micro-batch, `[batch, tokens]`; `None` if all tokens are valid.
-
-        Raises:
-            ValueError: They have padding in others. All processes raise it.
-        """
-        if not self._share_experts:
-            return
-        padded = [mask is not None and not bool(mask.all()) for mask in masks]
-        which = functools.reduce(lambda a, b: (3 * a + b) % _EXACT, padded, 1)
-        least, most = self._range(torch.tensor(which, dtype=torch.float64))
-        if least < most:
-            raise ValueError(
-                "pipeline_parallel_size: processes that share experts have padding in other micro-batches of a batch: "
-                "pack rows or pad all of them, leave attention_mask out if no token is to be ignored, or set "
-                "expert_parallel_size=1"
             )
 
     def check_factor(self, factor: Tensor) -> None:

@@ -175,7 +175,6 @@ class PipelinedModel:
         run = functools.partial(self._run_action, forward, micro_batches, self._current.layout)
         self._alive.clear()
         self._agreement.check_micro_batches(len(micro_batches), torch.is_grad_enabled())
-        self._agreement.check_padding([arguments.get("attention_mask") for arguments in micro_batches])
         self._messages.begin(() if self._current.layout is None else self._current.layout.bounds_of_order)
         if not torch.is_grad_enabled():
             return PipelineOutput(self._share(self._run(forwards_only(len(micro_batches), *self._sizes), run), before))

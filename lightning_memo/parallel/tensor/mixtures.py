@@ -19,7 +19,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from lightning_memo.parallel.device_mesh import ExpertMeshes
 from lightning_memo.parallel.tensor.module_styles import FirstArgument, Forward, TensorStyle, local_parameters, move
-from lightning_memo.parallel.tensor.token_exchange import TokenExchange
+from lightning_memo.parallel.tensor.token_exchange import TokenExchange, exchanges
 
 
 class Mixture(TensorStyle):
@@ -86,9 +86,18 @@ class Experts(TensorStyle):
         """Returns what the experts of this tensor-parallel rank, wherever they are, add to the tokens."""
         if self._meshes is None:
             return self._compute(module, original, x, index, weights)
+        if not exchanges():
+            return self._compute(module, original, x, self._stand_ins(index), weights)
         exchange = TokenExchange(self._choices(index), self._meshes.exchange.get_group())
         received = [exchange.send(t) for t in (x, index, weights)]
         return exchange.give_back(self._compute(module, original, *received, exchange.received_choices))
+
+    def _stand_ins(self, index: Tensor) -> Tensor:
+        """Returns chosen experts, where those of other expert-parallel ranks are replaced by experts of this one."""
+        tensor = self._tensor.size()
+        return (self._start // self._count // tensor * tensor + index // self._count % tensor) * self._count + (
+            index % self._count
+        )
 
     def _choices(self, index: Tensor) -> Tensor:
         """Returns how many experts on each expert-parallel rank each token has chosen, `[tokens, ranks]`."""

@@ -4,15 +4,41 @@ Note: [What a recomputation repeats]
 Who sends how many tokens to whom follows from the choice of experts, which a recomputation repeats. Plans of exchanges
 are therefore no tensors that autograd saves. Nothing is saved after the results have come back, so that a
 recomputation ends before that, unless the layer goes on to compute with them.
+
+Note: [Runs of one rank alone]
+A rank that gets a layer's first mask, or other arguments that are new to it, tries the layer out, while the other ranks
+may have nothing to try. In such runs it sends nothing: its own experts stand in for those of other ranks. That is
+enough to see whether the layer repeats its results and computes in slices what it computes as a whole, because each row
+still goes by itself to the experts that it has chosen.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_is_alone = ContextVar("_is_alone", default=False)
+
+
+@contextlib.contextmanager
+def exchanging_nothing() -> Iterator[None]:
+    """Inside this context, no tokens are sent to other ranks; see Note: [Runs of one rank alone]."""
+    token = _is_alone.set(True)
+    try:
+        yield
+    finally:
+        _is_alone.reset(token)
+
+
+def exchanges() -> bool:
+    """Whether tokens are sent to the ranks that hold their experts."""
+    return not _is_alone.get()
 
 
 class TokenExchange:

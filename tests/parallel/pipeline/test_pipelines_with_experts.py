@@ -64,29 +64,25 @@ def test_kinds_of_models_and_other_sizes(family: str, settings: dict[str, Any], 
     check(run_of(family), {"alpha": 0.5} | settings, processes)
 
 
-@pytest.mark.slow
-def test_padding_in_all_micro_batches() -> None:
-    check(run_of(padded=True, batch=8), {"alpha": 0.5, "micro_batch_size": 2})
+@slow_if(lambda rows, settings: rows != 1 or settings != {"alpha": 0.5})
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("settings", [{"alpha": 0.5}, {"alpha": 0.5, "schedule": "nest"}, {"zero_stage": 3}], ids=str)
+def test_padding_in_some_micro_batches(rows: int, settings: dict[str, Any]) -> None:
+    """Processes that share experts have padding in other micro-batches."""
+    check(run_of(padded=True, batch=4 * rows), settings | {"micro_batch_size": rows})
 
 
-def _error_of(family: str, other: dict[str, Any]) -> str:
+def _error_of(family: str) -> str:
     try:
-        train(run_of(family, **other), BOTH | {"alpha": 0.5})
+        train(run_of(family), BOTH | {"alpha": 0.5})
     except ValueError as error:
         return str(error)
     return ""
 
 
-@pytest.mark.parametrize(
-    ("family", "other", "message"),
-    [
-        ("mixtral", {"padded": True}, "processes that share experts have padding in other micro-batches of a batch"),
-        ("mixtral_balanced", {}, "MixtralForCausalLM got output_router_logits"),
-    ],
-)
-def test_what_is_not_supported_is_refused_in_one_line(family: str, other: dict[str, Any], message: str) -> None:
-    for error in run_in_processes(4, _error_of, family, other):
-        assert message in error and "\n" not in error
+def test_balancing_losses_are_refused_in_one_line() -> None:
+    for error in run_in_processes(4, _error_of, "mixtral_balanced"):
+        assert "MixtralForCausalLM got output_router_logits" in error and "\n" not in error
 
 
 def _agreements() -> list[str]:
@@ -94,13 +90,9 @@ def _agreements() -> list[str]:
     errors = []
     for sizes in (ParallelSizes(data=2, expert=2), ParallelSizes(context=2, expert=2)):
         agreement = BatchAgreement(dist.group.WORLD, 0, sizes, DEVICE)
-        mask = torch.ones(1, 4, device=DEVICE)
-        mask[0, 4 - dist.get_rank() :] = 0
         for compare in (
             lambda agreement=agreement: agreement.check_micro_batches(3 + dist.get_rank(), training=False),
             lambda agreement=agreement: agreement.check_factor(torch.tensor(1.0 + dist.get_rank())),
-            lambda agreement=agreement, mask=mask: agreement.check_padding([None, mask]),
-            lambda agreement=agreement, mask=mask: agreement.check_padding([torch.zeros_like(mask)]),
         ):
             try:
                 compare()
@@ -112,10 +104,9 @@ def _agreements() -> list[str]:
 
 def test_pipelines_that_share_experts_agree_on_each_batch() -> None:
     for errors in run_in_processes(2, _agreements):
-        counts, factor, padding, alike, *alone = errors
+        counts, factor, *alone = errors
         assert (
             "with expert_parallel_size=2 each waits for the others" in counts and "set expert_parallel_size=1" in counts
         )
         assert "multiplies the model's loss by 1 to 2 in other processes, and with expert_parallel_size=2" in factor
-        assert "have padding in other micro-batches" in padding and not alike
-        assert alone == ["", factor, "", ""]
+        assert alone == ["", factor]
