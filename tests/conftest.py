@@ -21,11 +21,10 @@ from lightning.pytorch import seed_everything
 from support.benchmark_modules import benchmark_modules
 from support.commands import TINY_RUN, WITHOUT_REPORT
 from support.devices import DEVICE, nothing_hidden
-from support.libraries import look_up_once
 from support.markers.part import Part
 from support.markers.slow import COLLECTED, mark_slow
 from support.trainer_harness import shorten_measurements
-from support.warm import use_libyaml
+from support.warm import look_up_once, use_libyaml
 
 from lightning_memo.engine.attention import attention_selector
 

@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 
 from lightning_memo.profiler import measured_costs as costs
 from support.devices import BACKEND, DEVICE, nothing_hidden
-from support.libraries import look_up_once
+from support.warm import look_up_once
 
 _GRACE_SECONDS = 60.0
 # Every device mesh leaves process groups behind, each with its own threads.

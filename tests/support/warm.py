@@ -25,6 +25,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import types
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,20 @@ def use_libyaml() -> None:
     rules: Any = _utils.get_yaml_loader()
     loader = type("Loader", (yaml.CSafeLoader, rules), {})
     _utils.get_yaml_loader = lambda: loader
+
+
+def look_up_once() -> None:
+    """Let each Trainer find the callbacks of other packages by the metadata that the first one has read.
+
+    Seeds for devices that this machine has not got are no longer noted with the stack of whoever has set them.
+    """
+    import torch
+    from lightning.fabric.utilities import registry
+
+    registry.entry_points = functools.cache(registry.entry_points)
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        if not device.is_available():
+            device.traceback = types.SimpleNamespace(format_stack=list)  # type: ignore[attr-defined]
 
 
 def _use_hydra(folder: Path) -> None:

@@ -153,15 +153,10 @@ class TrialMode(FakeTensorMode):
 
         if remains(holds_others, WAITS_FOR_GRAPHS):
             raise RefusedAtAnyLength(kept_elsewhere(name))
-        if not kept:
-            return False
-        self.gained.clear()
-        for t, real in zip(kept, self._constants.values_of(kept), strict=True):
-            # Whatever refers to the tensor is not known, so that the tensor itself becomes the other one.
-            vars(t).clear()
-            t.__class__ = Tensor
-            torch._C._swap_tensor_impl(t, real)  # type: ignore[attr-defined]
-        return True
+        if kept:
+            self.gained.clear()
+            self._constants.give_values(kept)
+        return bool(kept)
 
     def _kept(self) -> list[FakeTensor]:
         """Return the tensors of this run that something still holds."""

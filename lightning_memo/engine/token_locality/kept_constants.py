@@ -102,11 +102,16 @@ class KeptConstants:
         return address_of(t) in self._known or address_of(t) in self._given
 
     @torch.no_grad()
-    def values_of(self, kept: Collection[Tensor]) -> list[Tensor]:
-        """Return the values of some constants, of which those of one storage share one again."""
+    def give_values(self, kept: Collection[Tensor]) -> None:
+        """Give constants their values. Those of one storage share one again."""
         with _disable_current_modes():
             storages = self._storages({address_of(t) for t in kept})
-            return [_View.of(t).take(storages[address_of(t)]) for t in kept]
+            values = [_View.of(t).take(storages[address_of(t)]) for t in kept]
+        for t, real in zip(kept, values, strict=True):
+            # Whatever refers to the tensor is not known, so that the tensor itself becomes the other one.
+            vars(t).clear()
+            t.__class__ = Tensor
+            torch._C._swap_tensor_impl(t, real)  # type: ignore[attr-defined]
 
     def _storages(self, wanted: set[int]) -> dict[int, Tensor]:
         """Return tensors with the storages at these addresses, by address."""
