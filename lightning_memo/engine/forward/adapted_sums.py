@@ -12,24 +12,15 @@ module of a layer, because the recomputation ends when `A(x)` is computed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from lightning_memo.engine.saved_tensors.side_effects import address_of, written_in_schema
-from lightning_memo.engine.saved_tensors.wrapper_subclasses import is_wrapped
-from lightning_memo.utils.operator_values import tensors_in
 
 KERNELS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-_INTO = {KERNELS[0]: torch.ops.aten.mm.out, KERNELS[1]: torch.ops.aten.addmm.out}
-_ADD, _SCALE = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
-_DETACH = torch.ops.aten.detach.default  # what autograd saves is detached, and may be read later
 Span = tuple[Any, Any]
 
 
@@ -70,157 +61,6 @@ class SummingForward:
         return self.run(lambda: self.forward(*args, **kwargs))
 
 
-@dataclass(slots=True)
-class Term:
-    """A matrix product that is a term of a sum.
-
-    Attributes:
-        name: Name of its weight in the layer.
-        rows: Rows of the product.
-        size_bytes: Size of the product.
-        storage: Its memory, which this does not hold.
-        operands: Addresses of what it is computed from, valid until that has happened.
-        compute: Computes it; `None` once that has happened.
-        spans: When that began and ended.
-        changed: Whether the function that computes it goes on with another operation.
-    """
-
-    name: str
-    rows: int
-    size_bytes: int
-    storage: StorageWeakRef
-    operands: frozenset[int]
-    compute: Callable[[], Any] | None
-    spans: list[Span] = field(default_factory=list)
-    changed: bool = False
-
-
-class SumMode(TorchDispatchMode):
-    """Runs the forward of an adapted module in a recomputation; see Note: [Sums of products].
-
-    Args:
-        stored: The sum, contiguous, if it is stored.
-        now: Returns the present point in time.
-
-    Attributes:
-        terms: The products that were called, if the sum is not stored.
-    """
-
-    def __init__(self, stored: Tensor | None, now: Callable[[], Any] = lambda: None) -> None:
-        super().__init__()
-        self.terms: list[Term] = []
-        self._stored, self._now = stored, now
-        self._parts = set[StorageWeakRef]()  # terms and sums of them, if the sum is not stored
-        # A slot holds several tensors, whose storage is the same.
-        self._place = range(0) if stored is None else range(stored.data_ptr(), stored.data_ptr() + stored.nbytes)
-        self._spans: list[Span] = []
-        self._only_added = True
-        self._called: str | None = None
-        self._begun = False
-
-    def term(self, name: str, call: Callable[[], Tensor]) -> Tensor:
-        """Call the function that computes a term."""
-        self._called, self._begun = name, False
-        try:
-            return call()
-        finally:
-            self._called = None
-
-    def finish(self) -> None:
-        """Compute the terms that nothing has read, outside of the mode: one of them may be the module's output."""
-        with torch.no_grad():  # autograd has seen these products
-            self._compute(self.terms)
-
-    def spans_of(self, out: Tensor) -> list[Span] | None:
-        """Return when the operations ran that a stored sum spares; `None` if something else reads terms.
-
-        Args:
-            out: The module's output.
-        """
-        if not self._only_added or not self._is_part(out) or not out.is_contiguous():
-            return None
-        return [*(span for term in self.terms for span in term.spans), *self._spans]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if is_view(func) and func is not _DETACH:
-            return func(*args, **kwargs)
-        if self._called is not None and func in KERNELS and not self._begun:
-            return self._begin(self._called, func, args, kwargs)
-        if self.terms and (written := written_in_schema(func, args, kwargs)):
-            addresses = set(map(address_of, written))
-            self._compute(term for term in self.terms if not addresses.isdisjoint(term.operands))
-        read = [t for t in tensors_in(args, kwargs) if self._is_part(t)]
-        if not read:
-            return func(*args, **kwargs)
-        adds = self._adds(func, args, kwargs)
-        if self._stored is None:
-            return self._read(func, args, kwargs, read, adds)
-        if adds:
-            return self._stored.view(args[0].shape)
-        raise RuntimeError(
-            f"the recomputation of a stored output of LoRA calls {func} with one of its terms: keep the types of the "
-            'layer\'s input, weights and adapters alike in all steps, or set storage="alpha"'
-        )
-
-    def _begin(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        left, right = args[-2:]
-        self._begun = True
-        if self._stored is not None:
-            return self._stored.view(left.shape[0], right.shape[1])
-        out: Tensor = left.new_empty(left.shape[0], right.shape[1])
-        operands = frozenset(map(address_of, args))
-        term = Term(
-            name, out.shape[0], out.nbytes, _storage(out), operands, lambda: _INTO[func](*args, **kwargs, out=out)
-        )
-        self.terms.append(term)
-        self._parts.add(term.storage)
-        return out
-
-    def _read(self, func: Any, args: Any, kwargs: Any, read: list[Tensor], adds: bool) -> Any:
-        storages = {_storage(t) for t in read}
-        for term in self.terms:
-            if term.storage in storages:
-                self._compute([term])
-                term.changed |= term.name == self._called
-        started = self._now()
-        out = func(*args, **kwargs)
-        if adds and out.dtype == args[0].dtype:
-            self._spans.append((started, self._now()))
-            self._parts.add(_storage(out))
-        else:
-            self._only_added = False
-        return out
-
-    def _compute(self, terms: Iterable[Term]) -> None:
-        for term in terms:
-            if term.compute is not None:
-                started = self._now()
-                term.compute()
-                term.spans.append((started, self._now()))
-                term.compute = None
-
-    def _is_part(self, t: Any) -> bool:
-        if not isinstance(t, Tensor) or is_wrapped(t) or t.layout is not torch.strided:
-            return False
-        return t.data_ptr() in self._place if self._stored is not None else _storage(t) in self._parts
-
-    def _adds(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a term is scaled by a number, or two terms are added."""
-        if kwargs or len(args) != 2:
-            return False
-        if func is _SCALE:
-            return isinstance(args[1], (int, float))
-        both = all(map(self._is_part, args))
-        return func is _ADD and both and args[0].shape == args[1].shape and args[0].dtype == args[1].dtype
-
-
 def is_view(func: Any) -> bool:
     """Return whether an operator of PyTorch returns a view of its input."""
     return bool(func.is_view) or func is torch.ops.aten._unsafe_view.default
-
-
-def _storage(t: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(t.untyped_storage())

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from lightning_memo.engine.forward.adapted_sums import SumMode
 from lightning_memo.engine.forward.matrix_products import AnsweredProduct, Compute, MeasuredProduct
 from lightning_memo.engine.layers.call_storage import SliceStorage
 from lightning_memo.engine.layers.step_profile import StepProfile
+from lightning_memo.engine.slices.recomputed_sums import SumMode
 
 # The layer's last adapted module saves no more tensors: for each adapter its input, a mask, and `A(x)`.
 _SAVED_BY_LAST = 8

@@ -19,7 +19,7 @@ from support.samples.storage_kinds import BASE, TOKENS, ByKind, everything
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_memo.engine.forward.adapted_sums import SumMode
+from lightning_memo.engine.slices.recomputed_sums import SumMode
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RANK = 4
@@ -194,7 +194,7 @@ def parametrized() -> nn.Module:
 
 
 def in_place_dropout() -> nn.Module:
-    model = build(targets=["down_proj"], lora_dropout=0.3)
+    model = build(targets=["up_proj", "down_proj"], lora_dropout=0.3)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.inplace = True
