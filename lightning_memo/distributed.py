@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
@@ -28,6 +29,7 @@ from lightning_memo.engine import Engine
 from lightning_memo.engine.fp8_modules.replicated_weights import keep_quantized_weights
 from lightning_memo.engine.modules.layer_forward import replace_forward
 from lightning_memo.engine.recurrence.intercept_states import may_hand_states
+from lightning_memo.parallel.batches.divide_loader import check_even
 from lightning_memo.parallel.checkpoints.parameter_names import check_groups
 from lightning_memo.parallel.mesh_precision import MeshPrecision
 from lightning_memo.parallel.parallel_sizes import resolve_sizes
@@ -176,6 +178,23 @@ class DistributedStrategy(CheckpointingStrategy):
         if self._processes is not None:
             batch = self._processes.divide_batch(batch, training, self.lightning_module.trainer.predicting)
         return batch
+
+    @override
+    def on_validation_start(self) -> None:
+        self._check_even("validate", lambda trainer: trainer.num_val_batches)
+
+    @override
+    def on_test_start(self) -> None:
+        self._check_even("test", lambda trainer: trainer.num_test_batches)
+
+    def _check_even(self, loop: str, batches: Callable[[Trainer], Sequence[float]]) -> None:
+        """Refuse loops whose loaders, divided by the user, have other numbers of batches in other processes.
+
+        Raises:
+            ValueError: They have: all processes compute the loss of a batch together.
+        """
+        if self._processes is not None and self.lightning_module is not None:
+            check_even(loop, sum(batches(self.lightning_module.trainer)), self._processes.ranks)
 
     @contextlib.contextmanager
     @override

@@ -25,7 +25,7 @@ from lightning_memo.parallel.batches.divide_batch import (
     check_same_images,
     check_same_size,
 )
-from lightning_memo.parallel.batches.divide_loader import seeding_rank, split_iterable
+from lightning_memo.parallel.batches.divide_loader import check_even, seeding_rank, split_iterable
 from lightning_memo.parallel.batches.loss_arguments import LossArguments, takes_loss_arguments, why_loss_unfit
 from lightning_memo.parallel.batches.router_losses import RouterLosses
 from lightning_memo.parallel.batches.separate_documents import separate_documents
@@ -280,7 +280,8 @@ class Processes:
             ValueError: Processes would get different numbers of batches and wait for each other forever.
         """
         if predicting and (self._config.zero_stage > 0 or self._experts is not None):
-            self._check_even(loader)
+            with contextlib.suppress(TypeError):  # datasets without a length
+                check_even("predict", len(loader), self.ranks)
         if split and self.sizes.data > 1:
             return split_iterable(loader, self.data_rank, self.sizes.data, self.mesh[DATA].get_group())
         return loader
@@ -293,19 +294,6 @@ class Processes:
             split: As for :meth:`divide_loader`.
         """
         return seeding_rank(loader, self.data_rank, self.sizes.data if split else 1)
-
-    def _check_even(self, loader: DataLoader[Any]) -> None:
-        try:
-            batches = len(loader)
-        except TypeError:
-            return
-        counts = self.ranks.gather(batches)
-        if len(set(counts)) > 1:
-            raise ValueError(
-                f"predict: processes have {min(counts)} to {max(counts)} batches, and with ZeRO or divided experts "
-                "each waits for the others: give a number of samples that the data-parallel size divides, or predict "
-                "in one process"
-            )
 
     def divide_batch(self, batch: Any, training: bool, predicting: bool = False) -> Any:
         """Returns this process's part of a batch, whose layout becomes the current one.

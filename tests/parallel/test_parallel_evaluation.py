@@ -315,3 +315,36 @@ def test_misuse_is_told_in_one_line() -> None:
         assert "position_ids other than the batch's" in positions and "omit them" in positions
         assert "BloomForCausalLM takes no position_ids" in alibi and "with context_parallel_size=1" in alibi
         assert not any("\n" in error for error in errors)
+
+
+class _Validated(LanguageModel):
+    def validation_step(self, batch: dict[str, Tensor], _: int) -> None:
+        self.loss(batch)
+
+    test_step = validation_step
+
+
+def _evaluate_more_in_the_second_process(settings: dict[str, Any]) -> list[str]:
+    """Validate and test on 2 batches in the first process and 3 in the second; return the errors, then those of 2."""
+    errors = []
+    for limit in (1.0, 2):
+        for loop in ("fit", "test"):
+            limits = {"limit_val_batches": limit, "limit_test_batches": limit, "max_steps": 1}
+            trainer = make_trainer(MemoStrategy(**settings), devices=2, use_distributed_sampler=False, **limits)
+            rows, more = Texts(Run(tokens=16, steps=2)), Texts(Run(tokens=16, batch=2 + dist.get_rank(), steps=1))
+            loaders = [DataLoader(rows), DataLoader(more)] if loop == "fit" else [DataLoader(more)]
+            try:
+                getattr(trainer, loop)(_Validated("mixtral"), *loaders)
+                errors.append("")
+            except ValueError as error:
+                errors.append(str(error))
+    return errors
+
+
+@slow_if(lambda settings: settings == {})
+@pytest.mark.parametrize("settings", [{}, {"expert_parallel_size": 2}], ids=str)
+def test_other_numbers_of_batches_are_refused(settings: dict[str, Any]) -> None:
+    for validated, tested, *limited in run_in_processes(2, _evaluate_more_in_the_second_process, settings):
+        assert validated.startswith("validate: processes have 2 to 3 batches, and each waits for the others")
+        assert tested.startswith("test: processes have 2 to 3 batches")
+        assert limited == ["", ""]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memo.parallel.batches.divide_batch import same_on_all
+from lightning_memo.parallel.ranks import Ranks
 
 
 def split_iterable(loader: Any, rank: int, count: int, group: dist.ProcessGroup | None = None) -> Any:
@@ -111,3 +112,22 @@ class StatefulSplitLoader(SplitLoader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the state of the inner loader."""
         self._loader.load_state_dict(state)  # type: ignore[attr-defined]
+
+
+def check_even(loop: str, batches: float, ranks: Ranks) -> None:
+    """Checks that all ranks run a loop on equally many batches. This is a collective.
+
+    Args:
+        loop: Name of the loop, for the message.
+        batches: Number of this rank's batches; infinite if it is not known.
+        ranks: The ranks.
+
+    Raises:
+        ValueError: They do not. It is raised on all ranks.
+    """
+    counts = ranks.gather(batches)
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"{loop}: processes have {min(counts)} to {max(counts)} batches, and each waits for the others: give a "
+            f"number of samples that the data-parallel size divides, or {loop} in one process"
+        )
