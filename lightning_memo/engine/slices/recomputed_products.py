@@ -11,8 +11,8 @@ from lightning_memo.engine.layers.call_storage import SliceStorage
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.slices.recomputed_sums import SumMode
 
-# The layer's last adapted module saves no more tensors: for each adapter its input, a mask, and `A(x)`.
-_SAVED_BY_LAST = 8
+# The last adapted module of a layer rarely saves more tensors: its input, the mask of dropout, and `A(x)`.
+_SAVED_BY_LAST = 4
 
 
 class AnsweredProducts:
