@@ -56,6 +56,5 @@ def _recomputed(method: str, shape: ModelShape, tokens: int, alpha: float | None
         return attention + shape.layers * (2.0 * tokens * shape.multiplied_in_a_layer + tiles)
     if not method.startswith("checkpointing"):
         return 0.0
-    # An adapter of the last projection is computed behind it.
-    last = shape.hidden * shape.ffn if shape.adapts("down") and shape.experts == 1 else 0
-    return attention + shape.recomputed_flops(tokens) + 2.0 * tokens * shape.layers * last
+    last = 2.0 * tokens * shape.layers * shape.adapted_last_projection
+    return attention + shape.recomputed_flops(tokens) + last

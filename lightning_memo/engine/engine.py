@@ -276,20 +276,20 @@ class Engine:
 
     def _run_slices(self, call: LayerCall, given: Tensor, key: int, swap: SwapPlan) -> Any:
         tokens, x = call.tokens, given.contiguous()
-        traits = self.layer_classes.of(call, x)  # before the first mark, as a proof takes long
+        own = traits = self.layer_classes.of(call, x)  # before the first mark, as a proof takes long
         slices = self.slices_for(traits, tokens, key)
         due, lengths = self.comparison.due(key, swap.calls), [*(part.tokens for part in slices), tokens]
         if len(slices) > 1 and self.comparison.ends_slices(call, x, traits, lengths, due, swap.streamed):
             traits = self.layer_classes.of(call, x)
-        slices = self.slices_for(traits := self.sharing.agreed(traits, x.device), tokens, key)
+        if (traits := self.sharing.agreed(traits, x.device)) is not own:
+            slices = self.slices_for(traits, tokens, key)
         self.settings.check(traits, tokens, divided_by_slices(call.layout))
         if swap.storage is not None and slices[0].places is None:
             self.limits.exceed()  # slots and rounding buffers were planned for slices
         self.mark(key, "forward_begin", Subject(key))
         check_bounds(call.layout, slices)
-        leaves = swap.streamed or key < swap.swapped_calls
-        on_host, compresses = swap.host_backed == "all", swap.precision == "fp8" and not traits.why_whole
-        policy = StoragePolicy(self.memory, leaves, swap.streamed, swap.slot_size(key), on_host, compresses)
+        leaves, fp8 = swap.streamed or key < swap.swapped_calls, swap.precision == "fp8" and not traits.why_whole
+        policy = StoragePolicy(self.memory, leaves, swap.streamed, swap.slot_size(key), swap.host_backed == "all", fp8)
         run = run_of_call(self, call, x, CallPosition(key, key), slices, policy, traits)
         self.limits.begin_call(key, call.batch * call.tokens)
         if self.profile is not None:

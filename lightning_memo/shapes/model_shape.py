@@ -181,6 +181,11 @@ class ModelShape:
         return self.multiplied_in_a_layer - self.adapter_parameters - last
 
     @property
+    def adapted_last_projection(self) -> int:
+        """Weights of the last projection if it has an adapter, behind which checkpointing ends its recomputation."""
+        return self.hidden * self.ffn if self.experts == 1 and self.adapts("down") else 0
+
+    @property
     def multiplied_again(self) -> int:
         """Number of these weights that recomputation needs, with adapters. Of the last projection's only one does."""
         unused = self.adapters.rank * self.hidden if self.adapters is not None and self.adapts("down") else 0

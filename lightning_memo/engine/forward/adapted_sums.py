@@ -17,11 +17,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-
-KERNELS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-Span = tuple[Any, Any]
 
 
 def adapted_modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module, frozenset[int]]]:
@@ -59,8 +55,3 @@ class SummingForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return self.run(lambda: self.forward(*args, **kwargs))
-
-
-def is_view(func: Any) -> bool:
-    """Return whether an operator of PyTorch returns a view of its input."""
-    return bool(func.is_view) or func is torch.ops.aten._unsafe_view.default

@@ -23,10 +23,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self, override
 
-from lightning_memo.engine.forward.adapted_sums import KERNELS, Span, SummingForward, adapted_modules, is_view
+from lightning_memo.engine.forward.adapted_sums import SummingForward, adapted_modules
 from lightning_memo.engine.forward.intercept import OwnMode
 
 Compute = Callable[[], Tensor]
+Span = tuple[Any, Any]
+"""When something began and ended."""
+
+KERNELS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 # Where each function takes the weight.
 WEIGHT_PLACES = {
@@ -67,9 +71,9 @@ class ProductMode(OwnMode):
 
     def __init__(self, layer: nn.Module, products: Products) -> None:
         super().__init__()
-        self._names = {id(p): _short(name) for name, p in layer.named_parameters() if not isinstance(p, DTensor)}
+        self._layer, self._products = layer, products
+        self._names: dict[int, str] = {}
         self._adapted = [(_untaken(name), *rest) for name, *rest in adapted_modules(layer)]
-        self._products = products
         self._counts: Counter[str] = Counter()
         self._terms = frozenset[int]()
         self._replaced = contextlib.ExitStack()
@@ -81,6 +85,8 @@ class ProductMode(OwnMode):
 
     @override
     def __enter__(self) -> Self:
+        named = self._layer.named_parameters()
+        self._names = {id(p): _short(name) for name, p in named if not isinstance(p, DTensor)}
         for name, module, terms in self._adapted:
             forward = SummingForward(functools.partial(self._sum, name, terms), type(module).forward.__get__(module))
             self._replaced.enter_context(_replaced_forward(module, forward))
@@ -191,6 +197,11 @@ class AnsweredProduct(TorchDispatchMode):
                 'layer\'s input and weights alike in all steps, or set storage="alpha"'
             )
         return func(*args, **(kwargs or {}))
+
+
+def is_view(func: Any) -> bool:
+    """Return whether an operator of PyTorch returns a view of its input."""
+    return bool(func.is_view) or func is torch.ops.aten._unsafe_view.default
 
 
 def _untaken(name: str) -> str:

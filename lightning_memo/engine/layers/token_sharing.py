@@ -72,13 +72,13 @@ class TokenSharing:
         found = torch.tensor([bool(traits.why_whole), bool(traits.why_nest)], dtype=torch.int32, device=device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.ranks.in_step)
         whole, nest = found.tolist()
-        why_whole = "a process that shares experts with this one got arguments with which the layer cannot be cut"
-        why_nest = "attention on a process that shares experts with this one needs all tokens at once"
-        return replace(
-            traits,
-            why_whole=traits.why_whole or why_whole * whole,
-            why_nest=traits.why_nest or why_nest * nest,
-        )
+        if whole and not traits.why_whole:
+            why = "a process that shares experts with this one got arguments with which the layer cannot be cut"
+            traits = replace(traits, why_whole=why)
+        if nest and not traits.why_nest:
+            why = "attention on a process that shares experts with this one needs all tokens at once"
+            traits = replace(traits, why_nest=why)
+        return traits
 
     def handed_states(self, layout: TokenLayout | None) -> HandedStates:
         """Return the states of a layer call, which come from other processes if these share the tokens of a batch."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memo.engine.forward.adapted_sums import KERNELS, Span, is_view
+from lightning_memo.engine.forward.matrix_products import KERNELS, Span, is_view
 from lightning_memo.engine.saved_tensors.side_effects import address_of, written_in_schema
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import is_wrapped
 from lightning_memo.utils.operator_values import tensors_in

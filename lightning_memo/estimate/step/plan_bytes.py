@@ -145,8 +145,8 @@ def _recomputed(question: Question, part: TokenRange) -> Iterator[str]:
     known: set[str] = set()
     for product in layer_products(shape, kernels):
         stored = {product.name: product.role} if product.role not in _ROTATED else {}
-        for first, _ in product.adapters(shape)[:1]:
-            stored[first] = f"within the adapter of {product.role}"
+        if adapters := product.adapters(shape):
+            stored[adapters[0][0]] = f"within the adapter of {product.role}"
         if part.places is not None:
             known |= {tensor for name, tensor in stored.items() if part.place(name) is not None}
     dropped = part.places is not None and part.place("out") is None

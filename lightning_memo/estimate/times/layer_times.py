@@ -162,7 +162,7 @@ def _multiplied(shape: ModelShape, parallel: Parallelism, sizes: ElementBytes) -
     """
     slower = sizes.stream // sizes.product - 1 if shape.experts > 1 else 0
     more = slower * shape.active_experts * shape.ffn_parameters + (parallel.tp - 1) * shape.routing_parameters
-    last = shape.hidden * shape.ffn if parallel.tp > 1 and shape.experts == 1 and shape.adapts("down") else 0
+    last = shape.adapted_last_projection if parallel.tp > 1 else 0
     return shape.multiplied_in_a_layer - shape.adapter_parameters + more, shape.recomputed_in_a_layer + more + last
 
 
