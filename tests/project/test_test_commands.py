@@ -85,6 +85,11 @@ def test_slow_cases_have_quick_ones_beside_them(request: pytest.FixtureRequest) 
     assert not without_quick_case(request.config.stash[COLLECTED])
 
 
+def test_names_of_cases_are_those_of_other_processes(request: pytest.FixtureRequest) -> None:
+    """Parts are chosen by names, and all workers of a run have to choose the same one."""
+    assert not [item.nodeid for item in request.config.stash[COLLECTED] if " at 0x" in item.nodeid]
+
+
 TESTS_OF_ANOTHER_RUN = """
 import pytest
 from support.markers.slow import slow_if

@@ -106,7 +106,7 @@ def test_masks_on_one_process_only(change: Callable[[int, Row], Row], way: str) 
     ("family", "size", "settings"),
     [
         ("qwen3_moe", 2, {}),
-        (lopsided, 2, {"slice_tokens": 20}),
+        pytest.param(lopsided, 2, {"slice_tokens": 20}, id="lopsided"),
         ("mixtral", 2, {"schedule": "slice", "slice_tokens": 20}),
         ("mixtral", 4, {"zero_stage": 3}),
         ("mixtral", 4, {"tensor_parallel_size": 2}),
