@@ -16,7 +16,7 @@ from lightning_memo.engine.state.mutated_buffers import same_bytes
 from lightning_memo.engine.state.other_generators import OtherGenerators
 from lightning_memo.engine.state.python_state import LONGEST, MOST_COPIED, PythonState
 from lightning_memo.kernels.rng_state import RngState
-from lightning_memo.runtime.module_tensors import ModuleTensors
+from lightning_memo.runtime.module_tensors import ModuleTensors, Place
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.containers import copied, entries_of, size_of
 
@@ -45,6 +45,7 @@ class StepState:
         self._generators = OtherGenerators.of(model, PythonState(model, ()))
         self._with_attributes, self._is_first = [m for m in model.modules() if m is not without], True
         self._model_tensors, self._copies = ModuleTensors(model), dict[tuple[int, str], Tensor]()
+        self._tensors: list[_NotedTensor] = []
         self._fp8 = Fp8State(model)
         self._note_modules()
 
@@ -67,22 +68,23 @@ class StepState:
         self._model_tensors.refresh()
         self._note_modules()
 
-    @torch.no_grad()
     def _note_modules(self) -> None:
         self._attributes = [_Attributes(module) for module in self._with_attributes]
-        found = self._model_tensors.untrained()
-        found += [((each.module, vars(each.module), key), t) for each in self._attributes for key, t in each.tensors()]
-        self._tensors = [
-            _NotedTensor(module, table, key, weakref.ref(t), t._version, self._copy_for(module, key, t))
-            for (module, table, key), t in found
-            if not t.is_inference()
-        ]
-        pairs = [(each.copy, each.tensor()) for each in self._tensors if each.copy is not None]
-        if pairs:
-            torch._foreach_copy_([copy for copy, _ in pairs], [t for _, t in pairs])  # type: ignore[misc]
+        found = [(place, t) for place, t in self._model_tensors.untrained() if not t.is_inference()]
+        for each in self._attributes:
+            found += [((each.module, vars(each.module), key), t) for key, t in each.tensors()]
+        if len(found) != len(self._tensors) or not all(map(_NotedTensor.rests, self._tensors, found)):
+            self._tensors = [
+                _NotedTensor(*place, weakref.ref(t), t._version, self._copy_for(place, t)) for place, t in found
+            ]
+        copies = [each.copy for each in self._tensors if each.copy is not None]
+        if copies:  # of tensors of the same version, too, whose values may have been written past autograd
+            held = [t for each, (_, t) in zip(self._tensors, found, strict=True) if each.copy is not None]
+            torch._foreach_copy_(copies, held)
 
-    def _copy_for(self, module: nn.Module, key: str, t: Tensor) -> Tensor | None:
+    def _copy_for(self, place: Place, t: Tensor) -> Tensor | None:
         """Return memory for a copy of a small tensor; `None` if it has none."""
+        module, _, key = place
         if type(t) is not Tensor or t.layout is not torch.strided or t.numel() > MOST_COPIED:
             return None
         known = self._copies.get((id(module), key))
@@ -137,6 +139,11 @@ class _NotedTensor:
     tensor: weakref.ref[Tensor]
     version: int
     copy: Tensor | None
+
+    def rests(self, found: tuple[Place, Tensor]) -> bool:
+        """Return whether a tensor that was found now is this one, unchanged."""
+        (_, table, key), t = found
+        return self.table is table and self.key == key and self.tensor() is t and self.version == t._version
 
     @property
     def is_lost(self) -> bool:
