@@ -24,7 +24,7 @@ from support.devices import DEVICE, nothing_hidden
 from support.markers.part import Part
 from support.markers.slow import COLLECTED, mark_slow
 from support.trainer_harness import shorten_measurements
-from support.warm import look_up_once, use_libyaml
+from support.warm import exempt_from_collection, look_up_once, use_libyaml
 
 from lightning_memo.engine.attention import attention_selector
 
@@ -53,10 +53,13 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Exempt all imported objects from garbage collection, each of which would otherwise take a second."""
-    gc.collect()
-    gc.freeze()
+    exempt_from_collection()
     gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_earlier_files_have_left():
+    exempt_from_collection()
 
 
 @pytest.fixture(scope="session", autouse=True)

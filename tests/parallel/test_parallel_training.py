@@ -34,7 +34,8 @@ QUICK = {
 # Configurations of which each part is in another one as well.
 OTHERS = (
     "tp2 whole logits", "cp3 ring", "cp4 ulysses", "dp2 zero1", "dp2 zero2", "dp2 x cp2", "dp2 x cp2 zero3 ulysses",
-    "cp2 x tp2", "dp2 x tp2+sp zero3", "cp2 x tp2+sp", "cp4 ring", "tp2", "dp2 zero0", "dp2 zero3", "one process zero0",
+    "cp2 x tp2", "dp2 x tp2+sp zero3", "cp2 x tp2+sp", "cp4 ring", "cp4 ulysses2 x ring2", "tp2", "dp2 zero0",
+    "dp2 zero3", "one process zero0",
 )  # fmt: skip
 
 PARTS = ("loss", "norm", "gradients", "weights")

@@ -57,6 +57,7 @@ def test_scripts_are_bash(script: Path) -> None:
     assert script.read_text().startswith("#!/usr/bin/env bash\n# ")
 
 
+@pytest.mark.slow  # tests of the command cover torchrun
 def test_torchrun(tmp_path: Path) -> None:
     status, out, err = run([EXAMPLES / "torchrun.sh", *TINY_RUN, *WITHOUT_REPORT], tmp_path)
     assert status == 0, err

@@ -129,9 +129,10 @@ class Collects:
 
 def test_cases_are_chosen_by_their_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "test_others.py").write_text(TESTS_OF_ANOTHER_RUN)
+    (tmp_path / "test_slow.py").write_text("import pytest\n\n@pytest.mark.slow\ndef test_two(): pass\n")
     monkeypatch.chdir(tmp_path)
     seen = Collects()
     assert pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "."], [seen]) == 0
     slow = {item.name for item in seen.items if item.get_closest_marker("slow")}
-    assert slow == {"test_pairs[1-2]", "test_pairs[2-1]", "test_all[1]", "test_all[2]", "test_one"}
-    assert without_quick_case(seen.items) == {"test_others.py::test_all", "test_others.py"}
+    assert slow == {"test_pairs[1-2]", "test_pairs[2-1]", "test_all[1]", "test_all[2]", "test_one", "test_two"}
+    assert without_quick_case(seen.items) == {"test_others.py::test_all", "test_slow.py"}

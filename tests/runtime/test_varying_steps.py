@@ -129,6 +129,7 @@ def growing_rows() -> Iterator[dict[str, Tensor]]:
         yield {"input_ids": ids, "labels": ids.clone()}
 
 
+@pytest.mark.slow  # a long training
 def test_lengths_above_all_recorded_ones_are_planned_once_they_come() -> None:
     planned, stats = train(growing_rows(), steps=50)
     assert_same(planned, train(growing_rows(), plan_memory=False, steps=50)[0])

@@ -160,6 +160,7 @@ def test_a_long_run_is_flat(tmp_path: Path) -> None:
     assert list((tmp_path / "disk").iterdir()) == []
 
 
+@pytest.mark.slow  # a long training
 @pytest.mark.usefixtures("own_folder")
 def test_a_run_with_a_given_plan_is_flat_from_step_10(tmp_path: Path) -> None:
     """Its buffers have their places from the second step on: nothing is recorded or solved."""

@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 
 from lightning_memo.profiler import measured_costs as costs
 from support.devices import BACKEND, DEVICE, nothing_hidden
-from support.warm import look_up_once
+from support.warm import exempt_from_collection, look_up_once
 
 _GRACE_SECONDS = 60.0
 # Every device mesh leaves process groups behind, each with its own threads.
@@ -209,6 +209,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_seconds: f
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, timeout=timeout)
     while True:
+        exempt_from_collection()
         try:
             function, args, kwargs = pipe.recv()
         except EOFError:

@@ -231,6 +231,12 @@ def look_up_once() -> None:
             device.traceback = types.SimpleNamespace(format_stack=list)  # type: ignore[attr-defined]
 
 
+def exempt_from_collection() -> None:
+    """Let garbage collections leave out what lives now. Those of all that the libraries note take a second each."""
+    gc.collect()
+    gc.freeze()
+
+
 def _use_hydra(folder: Path) -> None:
     """Compose a configuration: Hydra finds its plugins, and its parser caches what it learns of the grammar."""
     import hydra

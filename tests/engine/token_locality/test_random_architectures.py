@@ -23,7 +23,7 @@ from lightning_memo.engine.state.layer_state import LayerState
 from lightning_memo.engine.token_locality import alike_layers
 from lightning_memo.engine.token_locality.prove_locality import Locality
 
-CHUNKS, DRAWS = 20, draws(300)
+CHUNKS, DRAWS = 40, draws(300)
 BOUND = 1e-5  # of a parameter's gradient
 NEGLIGIBLE = 1e-7  # of the largest gradient
 

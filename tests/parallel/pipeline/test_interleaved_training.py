@@ -70,6 +70,7 @@ def test_kinds_of_models(family: str) -> None:
     check(run_of(family, layers=6 if settings else 4, accumulate=2), {"alpha": 0.5} | settings)
 
 
+@pytest.mark.slow
 def test_three_stages_three_blocks_delays_and_poison() -> None:
     """Five micro-batches are no multiple of three stages."""
     settings = {"alpha": 0.5, "virtual_pipeline_size": 3, "pipeline_layers": [1, 1, 2, 1, 1, 1, 1, 1, 1]}

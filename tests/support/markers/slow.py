@@ -37,9 +37,11 @@ def mark_slow(items: Iterable[pytest.Item]) -> None:
 
 def without_quick_case(items: Iterable[pytest.Item]) -> set[str]:
     """Return the tests of which all cases are slow though they are marked one by one, and the files that are so."""
-    tests: dict[str, bool] = {}
+    quick: dict[str, bool] = {}
     for item in items:
-        slow = item.get_closest_marker("slow") is not None
-        test = item.nodeid.partition("[")[0] if item.get_closest_marker("slow_if") else item.nodeid.partition("::")[0]
-        tests[test] = tests.get(test, False) or not slow
-    return {test for test, quick in tests.items() if not quick}
+        groups = [item.nodeid.partition("::")[0]]
+        if item.get_closest_marker("slow_if"):
+            groups.append(item.nodeid.partition("[")[0])
+        for group in groups:
+            quick[group] = quick.get(group, False) or item.get_closest_marker("slow") is None
+    return {group for group, has_quick in quick.items() if not has_quick}
