@@ -5,6 +5,10 @@ The backward of `base(x) + B(A(x)) * scaling` reads `x` and `A(x)`, and none of 
 neither the product of the base layer nor that of `B` has to be computed, nor their sum. They are called as before, see
 Note: [Answered products], and the stored sum stands for each of the terms, which nothing but the sum may read.
 
+If the adapters have another type than the base layer, the sum is cast to the type of `base(x)`. The cast is a part of
+the sum, and what is stored is its output, which has that type: half of the bytes if adapters in fp32 train beside a
+base layer in bf16. It stands for terms and sums of both types, because autograd saves none of them.
+
 If the sum is not in storage, each term is computed when it is read. Nothing reads the base layer's product in the last
 module of a layer, because the recomputation ends when `A(x)` is computed.
 """

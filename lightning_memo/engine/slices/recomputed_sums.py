@@ -17,7 +17,7 @@ from lightning_memo.engine.saved_tensors.wrapper_subclasses import is_wrapped
 from lightning_memo.utils.operator_values import tensors_in
 
 _INTO = {KERNELS[0]: torch.ops.aten.mm.out, KERNELS[1]: torch.ops.aten.addmm.out}
-_ADD, _SCALE = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
+_ADD, _SCALE, _CAST = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten._to_copy.default
 _DETACH = torch.ops.aten.detach.default  # what autograd saves is detached, and may be read later
 
 
@@ -138,7 +138,7 @@ class SumMode(TorchDispatchMode):
                 term.changed |= term.name == self._called
         started = self._now()
         out = func(*args, **kwargs)
-        if adds and out.dtype == args[0].dtype:
+        if adds:
             self._spans.append((started, self._now()))
             self._parts.add(_storage(out))
         else:
@@ -159,13 +159,14 @@ class SumMode(TorchDispatchMode):
         return t.data_ptr() in self._place if self._stored is not None else _storage(t) in self._parts
 
     def _adds(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a term is scaled by a number, or two terms are added."""
+        """Whether a term is cast or scaled by a number, or two terms are added, perhaps of two types."""
+        if func is _CAST:
+            return kwargs.keys() == {"dtype"}
         if kwargs or len(args) != 2:
             return False
         if func is _SCALE:
             return isinstance(args[1], (int, float))
-        both = all(map(self._is_part, args))
-        return func is _ADD and both and args[0].shape == args[1].shape and args[0].dtype == args[1].dtype
+        return func is _ADD and all(map(self._is_part, args)) and args[0].shape == args[1].shape
 
 
 def _storage(t: Tensor) -> StorageWeakRef:

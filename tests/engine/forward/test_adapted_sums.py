@@ -5,32 +5,37 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-import peft
 import pytest
 import torch
 import torch.nn.functional as F
+from support.architectures.adapted_models import (
+    RANK,
+    adapters_in,
+    build,
+    by_hand,
+    in_place_dropout,
+    parametrized,
+    scaled,
+    stored_in_bf16,
+    two_adapters,
+)
 from support.devices import DEVICE
-from support.families import FAMILIES, make_batch
-from support.harness import EngineUnderTest, assert_equal, beside, in_double, loss_and_gradients, on_device
+from support.families import make_batch
+from support.harness import EngineUnderTest, assert_equal, beside, in_double, loss_and_gradients
 from support.markers.slow import slow_if
 from support.samples.storage_kinds import BASE, TOKENS, ByKind, everything
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_memo.artifacts.tensor_kind_costs import Place
 from lightning_memo.engine.slices.recomputed_sums import SumMode
 
-ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-RANK = 4
-
-
-def build(family: str = "llama", targets: list[str] = ALL, **settings: Any) -> nn.Module:
-    torch.manual_seed(0)
-    config = peft.LoraConfig(
-        r=settings.pop("r", RANK), target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM", **settings
-    )
-    return on_device(peft.get_peft_model(FAMILIES[family].build(), config).train())
+# Distance to fp64 of a step in slices, in units of plain training's own: 0.7 to 1.3 is measured here.
+FARTHER = 1.5
+WHOLE: list[tuple[Place, int, int]] = [("swap", 0, TOKENS)]
 
 
 def names(under_test: ByKind, module: str) -> list[str]:
@@ -50,51 +55,42 @@ def train(model: nn.Module, stored: bool = True, amp: bool = False) -> ByKind:
                 nested = under_test.engine.layer_classes.schedule == "nest"  # as no kernel of a GPU attends in fp64
                 under_test.load_storage(everything(under_test.products, nested) if stored else BASE)
                 assert under_test.step(batch).distance(plain) <= 1e-12
-            whole = {name: [("swap", 0, TOKENS)] for name in under_test.products} if stored else {}
-            under_test.load_storage(BASE | whole)
+            under_test.load_storage(BASE | dict.fromkeys(under_test.products if stored else (), WHOLE))
             assert_equal(under_test.step(batch, amp), plain)
     return under_test
 
 
-def two_adapters(**settings: Any) -> nn.Module:
-    model = build(**settings)
-    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
-    model.base_model.set_adapter(["default", "second"])
-    return on_device(model)
-
-
 SUMS = {
     "plain": build,
-    "dropout": lambda: build(lora_dropout=0.2),
-    "rank of the width": lambda: build(r=16),
-    "rank-stabilized": lambda: build(use_rslora=True),
-    "bias": lambda: build("qwen2"),
-    "bias of B": lambda: build("qwen2", lora_bias=True),
-    "trained biases": lambda: build("qwen2", bias="lora_only"),
+    "dropout": partial(build, lora_dropout=0.2),
+    "rank of the width": partial(build, r=16),
+    "rank-stabilized": partial(build, use_rslora=True),
+    "bias": partial(build, "qwen2"),
+    "bias of B": partial(build, "qwen2", lora_bias=True),
+    "trained biases": partial(build, "qwen2", bias="lora_only"),
     "two adapters": two_adapters,
+    "weights in bf16": stored_in_bf16,
 }
 
 
-@slow_if(lambda kind: kind not in ("dropout", "bias of B", "two adapters"))
+@slow_if(lambda kind: kind not in ("dropout", "bias of B", "two adapters", "weights in bf16"))
 @pytest.mark.parametrize("kind", SUMS)
 def test_sums_are_stored(kind: str) -> None:
-    under_test = train(SUMS[kind]())
+    assert_only_sums(train(SUMS[kind]()))
+
+
+def assert_only_sums(under_test: ByKind) -> None:
     assert names(under_test, "self_attn.q_proj")[-1] == "" and ".base_layer" not in str(under_test.products)
     assert "lora_B" not in str(under_test.products)
     assert names(under_test, "mlp.down_proj") == [".lora_A.default"]
 
 
 APART = {
-    "weights are decomposed": lambda: build(use_dora=True),
-    "adapters in fp64": lambda: adapters_in(build(), torch.float64),
+    "weights are decomposed": partial(build, use_dora=True),
+    "decomposed beside bf16": partial(build, use_dora=True, dtype=torch.bfloat16),
+    "users' own forward": lambda: by_hand(torch.float32),
+    "users' own beside bf16": lambda: by_hand(torch.bfloat16),
 }
-
-
-def adapters_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    for name, weight in model.named_parameters():
-        if "lora_" in name:
-            weight.data = weight.data.to(dtype)
-    return model
 
 
 @pytest.mark.parametrize("make", APART.values(), ids=APART.keys())
@@ -112,6 +108,52 @@ def test_in_mixed_precision(stored: bool) -> None:
 @pytest.mark.parametrize("kind", ["plain", *APART])
 def test_nothing_is_stored(kind: str) -> None:
     train((SUMS | APART)[kind](), stored=False)
+
+
+# ---- adapters in another type than the base layer
+
+
+def train_of_types(model: nn.Module, amp: bool = False) -> None:
+    """Compare steps with plain training bit by bit, but for one in slices, and assert that sums are stored."""
+    batch = make_batch(2, TOKENS)
+    plain, exact = loss_and_gradients(model, batch, amp), loss_and_gradients(in_double(model), batch)
+    for alpha in (0.0, 1.0):
+        with EngineUnderTest(model) as whole_layers:
+            assert_equal(whole_layers.profile_step(batch, amp), plain)
+            whole_layers.load(alpha)
+            assert_equal(whole_layers.step(batch, amp), plain)
+    with ByKind(model) as under_test:
+        assert_equal(under_test.profile_step(batch, amp), plain)
+        assert_only_sums(under_test)
+        for stored in ((), ("all",), under_test.products):
+            under_test.load_storage(BASE | dict.fromkeys(stored, WHOLE))
+            assert_equal(under_test.step(batch, amp), plain)
+        nested = under_test.engine.layer_classes.schedule == "nest"
+        under_test.load_storage(everything(under_test.products, nested))
+        assert under_test.step(batch, amp).distance(exact) <= FARTHER * plain.distance(exact)
+    assert under_test.profile is not None
+    size_bytes = {product.name: product.size_bytes for product in under_test.profile.in_order()[1].products}
+    weight = under_test.engine.layers[1].self_attn.q_proj.base_layer.weight
+    dtype = torch.bfloat16 if amp else weight.dtype
+    assert size_bytes["self_attn.q_proj"] == batch["input_ids"].numel() * weight.shape[0] * dtype.itemsize
+
+
+@slow_if(lambda kind, amp: (kind, amp) not in {("dropout", False), ("bias of B", False), ("two adapters", True)})
+@pytest.mark.parametrize("amp", [False, True], ids=["", "mixed precision"])
+@pytest.mark.parametrize("kind", SUMS)
+def test_adapters_in_fp32_beside_bf16(kind: str, amp: bool) -> None:
+    model = SUMS[kind](dtype=torch.bfloat16)
+    assert {p.dtype for name, p in model.named_parameters() if "lora_" in name} == {torch.float32}  # PEFT's default
+    train_of_types(model, amp)
+
+
+@slow_if(lambda base, adapters: base == torch.float16 or adapters == torch.bfloat16)
+@pytest.mark.parametrize(
+    ("base", "adapters"),
+    [(torch.float16, torch.float32), (torch.float32, torch.bfloat16), (torch.float32, torch.float64)],
+)
+def test_adapters_of_other_types(base: torch.dtype, adapters: torch.dtype) -> None:
+    train_of_types(adapters_in(build(dtype=base, lora_dropout=0.2), adapters))
 
 
 # ---- adapters that change after the profiled step
@@ -140,18 +182,19 @@ def only_second(model: nn.Module) -> Iterator[None]:
 CHANGES = {"disabled": lambda model: model.disable_adapter(), "merged": merged, "another": only_second}
 
 
+@slow_if(lambda case_id: "bfloat16" in case_id and "merged" not in case_id)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_adapters_change_from_step_to_step(change: Callable[[Any], Any], stored: bool) -> None:
-    model, batch = two_adapters(), make_batch(2, TOKENS)
+def test_adapters_change_from_step_to_step(change: Callable[[Any], Any], stored: bool, dtype: torch.dtype) -> None:
+    model, batch = two_adapters(dtype=dtype), make_batch(2, TOKENS)
     model.get_input_embeddings().weight.requires_grad_()  # without adapters, this alone is trained
     plain = loss_and_gradients(model, batch)
     with change(model):
         changed = loss_and_gradients(model, batch)
     with ByKind(model) as under_test:
         under_test.profile_step(batch)
-        whole = {name: [("swap", 0, TOKENS)] for name in under_test.products} if stored else {}
-        under_test.load_storage(BASE | whole)
+        under_test.load_storage(BASE | dict.fromkeys(under_test.products if stored else (), WHOLE))
         for _ in range(2):
             with change(model):
                 assert_equal(under_test.step(batch), changed)
@@ -170,37 +213,6 @@ def test_a_profiled_step_without_adapters_stores_outputs() -> None:
 # ---- what modules are made of
 
 
-class Scaled(nn.Linear):
-    """Has a product with a factor."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.flatten(0, 1), self.weight, alpha=0.5).unflatten(0, x.shape[:2])
-
-
-def scaled() -> nn.Module:
-    model = build(targets=["q_proj"])
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and module.in_features == module.out_features:
-            module.__class__, module.bias = Scaled, nn.Parameter(torch.ones(module.out_features))
-    return on_device(model)
-
-
-def parametrized() -> nn.Module:
-    model = build()
-    for layer in model.base_model.model.model.layers:
-        torch.nn.utils.parametrizations.weight_norm(layer.mlp.gate_proj.lora_B["default"])
-        torch.nn.utils.parametrizations.weight_norm(layer.mlp.down_proj.base_layer)
-    return model
-
-
-def in_place_dropout() -> nn.Module:
-    model = build(targets=["up_proj", "down_proj"], lora_dropout=0.3)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.inplace = True
-    return model
-
-
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("make", [scaled, parametrized, in_place_dropout])
 def test_modules_of_users(make: Callable[[], nn.Module], stored: bool) -> None:
@@ -213,7 +225,7 @@ def test_types_change_from_step_to_step() -> None:
         under_test.profile_step(batch)
         adapters_in(model, torch.float64)
         plain = loss_and_gradients(model, batch)
-        under_test.load_storage(BASE | {name: [("swap", 0, TOKENS)] for name in under_test.products})
+        under_test.load_storage(BASE | dict.fromkeys(under_test.products, WHOLE))
         assert_equal(under_test.step(batch), plain)
 
 
@@ -277,8 +289,9 @@ def flops(under_test: ByKind, rows: Any) -> float:
     return counter.get_total_flops()
 
 
-def test_a_stored_sum_spares_its_products_and_the_last_one_is_never_computed() -> None:
-    with ByKind(build(), test_mode=None) as under_test:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stored_sum_spares_its_products_and_the_last_one_is_never_computed(dtype: torch.dtype) -> None:
+    with ByKind(build(dtype=dtype), test_mode=None) as under_test:
         under_test.profile_step(make_batch(2, TOKENS))
         layers = len(under_test.engine.layers)
         up = under_test.engine.layers[0].mlp.up_proj
