@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from support.architectures.adapted_models import (
     RANK,
+    Watched,
     adapters_in,
     build,
     by_hand,
@@ -88,6 +89,7 @@ def assert_only_sums(under_test: ByKind) -> None:
 APART = {
     "weights are decomposed": partial(build, use_dora=True),
     "decomposed beside bf16": partial(build, use_dora=True, dtype=torch.bfloat16),
+    "a cast product is read": partial(stored_in_bf16, base=Watched),
     "users' own forward": lambda: by_hand(torch.float32),
     "users' own beside bf16": lambda: by_hand(torch.bfloat16),
 }

@@ -48,11 +48,20 @@ class StoredInBf16(nn.Linear):
         return F.linear(x.to(self.weight.dtype), self.weight).to(x.dtype)
 
 
-def stored_in_bf16(dtype: torch.dtype = torch.float32) -> nn.Module:
+class Watched(StoredInBf16):
+    """Reads its product behind the cast, besides returning it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        out.detach().isfinite()
+        return out
+
+
+def stored_in_bf16(dtype: torch.dtype = torch.float32, base: type[nn.Linear] = StoredInBf16) -> nn.Module:
     model = build(dtype=dtype)
     for module in model.modules():
         if isinstance(module, peft.tuners.lora.Linear):
-            module.base_layer.__class__ = StoredInBf16
+            module.base_layer.__class__ = base
             module.base_layer.bfloat16()
     return model
 
