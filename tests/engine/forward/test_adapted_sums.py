@@ -145,7 +145,8 @@ def train_of_types(model: nn.Module, amp: bool = False) -> None:
 @pytest.mark.parametrize("kind", SUMS)
 def test_adapters_in_fp32_beside_bf16(kind: str, amp: bool) -> None:
     model = SUMS[kind](dtype=torch.bfloat16)
-    assert {p.dtype for name, p in model.named_parameters() if "lora_" in name} == {torch.float32}  # PEFT's default
+    # This is PEFT's default, but for a second adapter before release 0.19.
+    assert {p.dtype for name, p in model.named_parameters() if ".default." in name} == {torch.float32}
     train_of_types(model, amp)
 
 
