@@ -74,7 +74,7 @@ SUMS = {
 }
 
 
-@slow_if(lambda kind: kind not in ("dropout", "bias of B", "two adapters", "weights in bf16"))
+@slow_if(lambda kind: kind not in ("dropout", "two adapters"))
 @pytest.mark.parametrize("kind", SUMS)
 def test_sums_are_stored(kind: str) -> None:
     assert_only_sums(train(SUMS[kind]()))
@@ -95,12 +95,14 @@ APART = {
 }
 
 
+@slow_if(lambda case_id: case_id in ("decomposed beside bf16", "users' own forward"))
 @pytest.mark.parametrize("make", APART.values(), ids=APART.keys())
 def test_terms_that_something_else_reads_are_stored_by_themselves(make: Callable[[], nn.Module]) -> None:
     under_test = train(make())
     assert "" not in names(under_test, "self_attn.q_proj")
 
 
+@slow_if(lambda stored: not stored)
 @pytest.mark.parametrize("stored", [False, True])
 def test_in_mixed_precision(stored: bool) -> None:
     train(build(), stored, amp=True)
@@ -140,7 +142,7 @@ def train_of_types(model: nn.Module, amp: bool = False) -> None:
     assert size_bytes["self_attn.q_proj"] == batch["input_ids"].numel() * weight.shape[0] * dtype.itemsize
 
 
-@slow_if(lambda kind, amp: (kind, amp) not in {("dropout", False), ("bias of B", False), ("two adapters", True)})
+@slow_if(lambda kind, amp: (kind, amp) not in {("bias of B", False), ("two adapters", True)})
 @pytest.mark.parametrize("amp", [False, True], ids=["", "mixed precision"])
 @pytest.mark.parametrize("kind", SUMS)
 def test_adapters_in_fp32_beside_bf16(kind: str, amp: bool) -> None:
@@ -185,7 +187,7 @@ def only_second(model: nn.Module) -> Iterator[None]:
 CHANGES = {"disabled": lambda model: model.disable_adapter(), "merged": merged, "another": only_second}
 
 
-@slow_if(lambda case_id: "bfloat16" in case_id and "merged" not in case_id)
+@slow_if(lambda change, stored, dtype: not stored or (dtype == torch.bfloat16 and change is not merged))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
@@ -216,6 +218,7 @@ def test_a_profiled_step_without_adapters_stores_outputs() -> None:
 # ---- what modules are made of
 
 
+@slow_if(lambda stored: not stored)
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("make", [scaled, parametrized, in_place_dropout])
 def test_modules_of_users(make: Callable[[], nn.Module], stored: bool) -> None:
