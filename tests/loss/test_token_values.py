@@ -93,7 +93,7 @@ def run(model: nn.Module, function: Function) -> tuple[Tensor, dict[str, Tensor]
     return values.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@slow_if(lambda name: name == "gemma2")
+@slow_if(lambda name: name != "llama tied")
 @pytest.mark.usefixtures("no_whole_logits")
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__.strip("<>"))
 @pytest.mark.parametrize("name", ["llama tied", "gemma2", "llama lora on the head"])

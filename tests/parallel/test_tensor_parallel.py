@@ -65,7 +65,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 # Those that are like another one to the divided modules.
 ALIKE = (
     "qwen2", "qwen3", "mistral_window", "gemma", "gemma3", "phi3", "granite", "gpt_neox_serial", "cohere", "starcoder2",
-    "phi",
+    "phi", "llama", "olmo2", "glm", "llama_tied",
 )  # fmt: skip
 # What a model's own plan leaves open: an activation function with parameters.
 PLANS = {"apertus": {"layers.*.mlp.act_fn": "replicated"}}

@@ -147,6 +147,7 @@ def test_preferences_with_a_switched_off_adapter_as_the_reference(
     assert "alpha=0.5" in out
 
 
+@pytest.mark.slow  # tests of TRL cover it
 def test_reinforcement_learning(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_python("grpo.py")
     out = capsys.readouterr().out

@@ -113,7 +113,7 @@ KINDS = ("full",) * 4 + ("padded",) * 3 + ("packed",) * 3 + ("left padded",)
 
 
 @pytest.mark.usefixtures("own_folder")
-@pytest.mark.parametrize("count", [4, pytest.param(62, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3, pytest.param(63, marks=pytest.mark.slow)])
 def test_trains_as_plain_training_or_refuses(count: int) -> None:
     trained: list[bool] = []
 

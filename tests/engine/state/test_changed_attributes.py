@@ -82,9 +82,10 @@ CHANGES: dict[str, Callable[[Switched, Config], None]] = {
     "closure": set_closure,
     "forward of a part": set_inner,
 }
+OTHERS = ("item", "key", "number of an object", "item of an object")
 
 
-@slow_if(lambda change, alone: not alone and change is not set_closure)
+@slow_if(lambda change, alone, case_id: (not alone and change is not set_closure) or case_id.endswith(OTHERS))
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 @pytest.mark.parametrize("alone", [False, True], ids=["all layers", "one layer"])
 def test_layers_that_begin_to_mix_tokens(change: Callable[[Switched, Config], None], alone: bool) -> None:

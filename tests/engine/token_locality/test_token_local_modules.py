@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from support.families import FAMILIES, VOCABULARY, make_batch
 from support.harness import EngineUnderTest, assert_close, loss_and_gradients
+from support.markers.slow import slow_if
 from support.samples.chunked_models import chunked
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
@@ -150,6 +151,7 @@ def build(part: str = "", module: Callable[[], nn.Module] | None = None) -> nn.M
     return model
 
 
+@slow_if(lambda name: name.endswith(("dropout", "positions", "plain", "mean")))
 @pytest.mark.parametrize("name", CHANGED)
 def test_modules_that_users_put_outside_the_layers(name: str) -> None:
     """In chunks, and slice by slice with everything on the host."""

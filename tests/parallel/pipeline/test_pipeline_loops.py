@@ -90,6 +90,7 @@ def _train(callback: type[Callback] | None) -> Outcome:
     return train(RUN, SETTINGS, callbacks=[] if callback is None else [callback()])
 
 
+@slow_if(lambda times: times == 1)
 @pytest.mark.parametrize(("callback", "times"), [(SecondBackward, 2), (UnusedForward, 1)])
 def test_calls_outside_of_the_training_step_keep_gradients(callback: type[Callback], times: int) -> None:
     plain, found = (run_in_processes(2, _train, each) for each in (None, callback))
