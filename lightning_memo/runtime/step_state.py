@@ -16,13 +16,14 @@ from lightning_memo.engine.state.mutated_buffers import same_bytes
 from lightning_memo.engine.state.other_generators import OtherGenerators
 from lightning_memo.engine.state.python_state import LONGEST, MOST_COPIED, PythonState
 from lightning_memo.kernels.rng_state import RngState
-from lightning_memo.runtime.module_tensors import ModuleTensors, Place
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.containers import copied, entries_of, size_of
 
 _VALUES = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _OF_MODULES = frozenset(vars(nn.Module()))
 _ABSENT = object()
+_Place = tuple[nn.Module, dict[str, Any], str]
+"""A module, its parameters, buffers or attributes, and a name there."""
 
 
 class StepState:
@@ -44,7 +45,7 @@ class StepState:
         # Those of modules are looked for once, which takes as long as 20 later notes.
         self._generators = OtherGenerators.of(model, PythonState(model, ()))
         self._with_attributes, self._is_first = [m for m in model.modules() if m is not without], True
-        self._model_tensors, self._copies = ModuleTensors(model), dict[tuple[int, str], Tensor]()
+        self._copies: dict[tuple[int, str], Tensor] = {}
         self._tensors: list[_NotedTensor] = []
         self._fp8 = Fp8State(model)
         self._note_modules()
@@ -65,12 +66,12 @@ class StepState:
             changed = {id(each.module) for each in self._attributes if each.changed}
             self._with_attributes = [module for module in self._with_attributes if id(module) in changed]
             self._is_first = False
-        self._model_tensors.refresh()
         self._note_modules()
 
     def _note_modules(self) -> None:
         self._attributes = [_Attributes(module) for module in self._with_attributes]
-        found = [(place, t) for place, t in self._model_tensors.untrained() if not t.is_inference()]
+        self._parameters, found = _parameters_and_untrained(self._model)
+        found = [(place, t) for place, t in found if not t.is_inference()]
         for each in self._attributes:
             found += [((each.module, vars(each.module), key), t) for key, t in each.tensors()]
         if len(found) != len(self._tensors) or not all(map(_NotedTensor.rests, self._tensors, found)):
@@ -82,7 +83,7 @@ class StepState:
             held = [t for each, (_, t) in zip(self._tensors, found, strict=True) if each.copy is not None]
             torch._foreach_copy_(copies, held)
 
-    def _copy_for(self, place: Place, t: Tensor) -> Tensor | None:
+    def _copy_for(self, place: _Place, t: Tensor) -> Tensor | None:
         """Return memory for a copy of a small tensor; `None` if it has none."""
         module, _, key = place
         if type(t) is not Tensor or t.layout is not torch.strided or t.numel() > MOST_COPIED:
@@ -97,7 +98,7 @@ class StepState:
     @property
     def holds_gradients(self) -> bool:
         """Whether a parameter of the noted modules has a gradient now."""
-        return self._model_tensors.hold_gradients
+        return any(p.grad is not None for p in self._parameters)
 
     def drop_gradients(self) -> None:
         """Drop the gradients of all parameters."""
@@ -106,8 +107,7 @@ class StepState:
 
     def lost(self) -> str:
         """Return the name of a tensor that was changed since and cannot be restored; empty if there is none."""
-        lost = (f"{class_name(each.module)}.{each.key}" for each in self._tensors if each.is_lost)
-        return next(lost, "") or self._model_tensors.added()
+        return next((f"{class_name(each.module)}.{each.key}" for each in self._tensors if each.is_lost), "")
 
     def restore(self) -> None:
         """Make this state the present one."""
@@ -140,7 +140,7 @@ class _NotedTensor:
     version: int
     copy: Tensor | None
 
-    def rests(self, found: tuple[Place, Tensor]) -> bool:
+    def rests(self, found: tuple[_Place, Tensor]) -> bool:
         """Return whether a tensor that was found now is this one, unchanged."""
         (_, table, key), t = found
         return self.table is table and self.key == key and self.tensor() is t and self.version == t._version
@@ -231,3 +231,25 @@ def _is_list(value: Any) -> bool:
 
 def _is_kept(value: Any) -> bool:
     return type(value) in _VALUES or issubclass(type(value), (Tensor, list, dict, set, deque))
+
+
+def _parameters_and_untrained(model: nn.Module) -> tuple[list[Tensor], list[tuple[_Place, Tensor]]]:
+    """Return all parameters, and the buffers and the parameters that are not trained.
+
+    Each step needs them, and going over `model.modules()` would take four times as long.
+    """
+    parameters: list[Tensor] = []
+    untrained: list[tuple[_Place, Tensor]] = []
+    modules = [model]
+    for module in modules:  # which grow meanwhile
+        if children := module._modules:
+            modules += [child for child in children.values() if child is not None]
+        for table in (module._buffers, module._parameters):
+            for key, t in table.items():
+                if t is None:
+                    continue
+                if table is module._parameters:
+                    parameters.append(t)
+                if not t.requires_grad:
+                    untrained.append(((module, table, key), t))
+    return parameters, untrained
