@@ -237,6 +237,7 @@ def with_own_loss(run: Run) -> None:
 LOOPS = [with_own_loss, accumulating, preferring, with_other_lengths, evaluating, skipping, with_closure]
 
 
+@slow_if(lambda loop: loop in (evaluating, skipping))
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_loops(loop: Loop) -> None:
     check(loop, alpha=0.5, **LATE)

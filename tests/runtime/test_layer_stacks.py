@@ -91,7 +91,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[dict[str, Ten
 }
 
 
-@slow_if(lambda name, alpha: alpha != 0.5 or name in ("list of Sequentials", "ModuleDict", "XLM"))
+@slow_if(lambda name, alpha: alpha != 0.5 or name in ("list of Sequentials", "ModuleDict", "XLM", "Sequential"))
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_stacks(name: str, alpha: float) -> None:

@@ -287,7 +287,7 @@ QUICK_BEFORE = (
 )  # fmt: skip
 
 
-@slow_if(lambda count, alpha: (alpha != 0.5 and count is not in_a_global) or count in QUICK_BEFORE)
+@slow_if(lambda count, alpha: alpha != 0.5 or count in QUICK_BEFORE)
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize(("count", "why"), COUNTS.items())
 def test_counts(count: Callable[[Any], float], why: str, alpha: float) -> None:

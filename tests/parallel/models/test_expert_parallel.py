@@ -97,7 +97,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@slow_if(lambda way: way != "slices")
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_uneven_loads_in_all_ways_to_run_layers(way: str) -> None:
     """One process gets all tokens, and the other one none."""

@@ -159,7 +159,7 @@ def test_pipelines_beside_each_other_make_later_plans_by_themselves() -> None:
     check(run_of(growing=True), {"alpha": 0.5, "zero_stage": 1})
 
 
-@slow_if(lambda alike: not alike)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("divided", "device_memory", "alike"),
     [("tp2+sp", "400KiB", True), ("tp2", "400KiB", False), ("cp2 ring", "540KiB", False)],
