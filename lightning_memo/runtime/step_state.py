@@ -46,7 +46,6 @@ class StepState:
         self._generators = OtherGenerators.of(model, PythonState(model, ()))
         self._with_attributes, self._is_first = [m for m in model.modules() if m is not without], True
         self._copies: dict[tuple[int, str], Tensor] = {}
-        self._tensors: list[_NotedTensor] = []
         self._fp8 = Fp8State(model)
         self._note_modules()
 
@@ -68,20 +67,19 @@ class StepState:
             self._is_first = False
         self._note_modules()
 
+    @torch.no_grad()
     def _note_modules(self) -> None:
         self._attributes = [_Attributes(module) for module in self._with_attributes]
         self._parameters, found = _parameters_and_untrained(self._model)
-        found = [(place, t) for place, t in found if not t.is_inference()]
-        for each in self._attributes:
-            found += [((each.module, vars(each.module), key), t) for key, t in each.tensors()]
-        if len(found) != len(self._tensors) or not all(map(_NotedTensor.rests, self._tensors, found)):
-            self._tensors = [
-                _NotedTensor(*place, weakref.ref(t), t._version, self._copy_for(place, t)) for place, t in found
-            ]
-        copies = [each.copy for each in self._tensors if each.copy is not None]
-        if copies:  # of tensors of the same version, too, whose values may have been written past autograd
-            held = [t for each, (_, t) in zip(self._tensors, found, strict=True) if each.copy is not None]
-            torch._foreach_copy_(copies, held)
+        found += [((each.module, vars(each.module), key), t) for each in self._attributes for key, t in each.tensors()]
+        self._tensors = [
+            _NotedTensor(*place, weakref.ref(t), t._version, self._copy_for(place, t))
+            for place, t in found
+            if not t.is_inference()
+        ]
+        pairs = [(each.copy, each.tensor()) for each in self._tensors if each.copy is not None]
+        if pairs:
+            torch._foreach_copy_([copy for copy, _ in pairs], [t for _, t in pairs])  # type: ignore[misc]
 
     def _copy_for(self, place: _Place, t: Tensor) -> Tensor | None:
         """Return memory for a copy of a small tensor; `None` if it has none."""
@@ -139,11 +137,6 @@ class _NotedTensor:
     tensor: weakref.ref[Tensor]
     version: int
     copy: Tensor | None
-
-    def rests(self, found: tuple[_Place, Tensor]) -> bool:
-        """Return whether a tensor that was found now is this one, unchanged."""
-        (_, table, key), t = found
-        return self.table is table and self.key == key and self.tensor() is t and self.version == t._version
 
     @property
     def is_lost(self) -> bool:
@@ -244,12 +237,8 @@ def _parameters_and_untrained(model: nn.Module) -> tuple[list[Tensor], list[tupl
     for module in modules:  # which grow meanwhile
         if children := module._modules:
             modules += [child for child in children.values() if child is not None]
+        parameters += [p for p in module._parameters.values() if p is not None]
         for table in (module._buffers, module._parameters):
-            for key, t in table.items():
-                if t is None:
-                    continue
-                if table is module._parameters:
-                    parameters.append(t)
-                if not t.requires_grad:
-                    untrained.append(((module, table, key), t))
+            found = ((key, t) for key, t in table.items() if t is not None and not t.requires_grad)
+            untrained += [((module, table, key), t) for key, t in found]
     return parameters, untrained

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import random
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -15,8 +14,6 @@ from torch import Tensor, nn
 from lightning_memo.engine.state.named_values import named_values
 from lightning_memo.engine.state.python_state import Generator, PythonState, is_generator
 
-_MERSENNE_BYTES = 4 * 624 + 4  # NumPy's mt19937_state: 624 numbers, and the index of the next one
-
 
 class OtherGenerators:
     """States of generators, by which these can be restored.
@@ -27,7 +24,6 @@ class OtherGenerators:
 
     def __init__(self, generators: Iterable[Generator]) -> None:
         self._states = [(generator, _state_of(generator)) for generator in generators]
-        self._mersenne: list[bytes | None] = [None] * len(self._states)  # read by `note`
 
     @classmethod
     def of(cls, layer: nn.Module, state: PythonState) -> OtherGenerators:
@@ -54,10 +50,6 @@ class OtherGenerators:
     def note(self) -> None:
         """Take the present states in place of the earlier ones. Tensors remain in the same memory."""
         for n, (generator, state) in enumerate(self._states):
-            if isinstance(generator, np.random.RandomState):
-                before, self._mersenne[n] = self._mersenne[n], _mersenne_bytes(generator)
-                if before is not None and before == self._mersenne[n] and not state["has_gauss"]:
-                    continue
             present = _state_of(generator)
             self._states[n] = generator, state.copy_(present) if isinstance(state, Tensor) else present
 
@@ -85,17 +77,6 @@ def _state_of(generator: Generator) -> Any:
     if isinstance(generator, np.random.RandomState):
         return generator.get_state(legacy=False)
     return generator.bit_generator.state
-
-
-def _mersenne_bytes(generator: np.random.RandomState) -> bytes | None:
-    """Return the bytes that change with each draw, but for a Gaussian number kept by the last one; `None` if unknown.
-
-    `get_state` copies the numbers one by one, which takes 60 times as long.
-    """
-    bits = generator._bit_generator  # type: ignore[attr-defined]
-    if type(bits) is not np.random.MT19937:
-        return None
-    return ctypes.string_at(bits.ctypes.state_address, _MERSENNE_BYTES)
 
 
 def _set_state(generator: Generator, state: Any) -> None:

@@ -177,7 +177,7 @@ MODELS: list[tuple[Callable[[], nn.Module], Callable[[], Batch]]] = [
 ]  # fmt: skip
 
 
-# Each model and each kind of mask.
+# Each kind of mask; of models with the same mask, one.
 QUICK = (
     "gemma3-with_image-0.5", "prefix_lm-text-0.5", "own_window-text-0.5", "modernbert-text-0.5",
     "window-left_padded-0.5", "llama-holes-0.5", "llama4-left_padded-0.5", "pegasus_x-text-0.5",

@@ -17,8 +17,6 @@ from support.markers.slow import slow_if
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from lightning_memo.engine.state.other_generators import OtherGenerators
-
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 ALPHAS = [0.0, 0.5, 1.0]
@@ -145,33 +143,3 @@ def test_settings_that_need_slices() -> None:
     with pytest.raises(ValueError, match=r"Generators .*: draws numbers of random\.Random: set host_backed") as caught:
         compare(drawing(Generators, lambda layer, x: layer.of_python.random()), SLICES)
     assert "\n" not in str(caught.value)
-
-
-# ---- what a step notes of them
-
-
-@pytest.mark.parametrize("draws", range(5))
-def test_gaussian_numbers_come_in_pairs(draws: int) -> None:
-    """The second one of NumPy's and of Python's leaves the numbers of the generator as they are."""
-    np.random.seed(3)
-    random.seed(3)
-    generators = OtherGenerators([np.random.mtrand._rand, random._inst])
-    for _ in range(draws):
-        generators.note()
-        np.random.randn()
-        random.gauss()
-    generators.note()
-    expected = [(np.random.randn(), random.gauss()) for _ in range(3)]
-    generators.restore()
-    assert [(np.random.randn(), random.gauss()) for _ in range(3)] == expected
-
-
-def test_another_bit_generator() -> None:
-    generator = np.random.RandomState(np.random.PCG64(3))
-    generators = OtherGenerators([generator])
-    for _ in range(3):
-        generator.random_sample()
-        generators.note()
-    expected = generator.random_sample()
-    generators.restore()
-    assert generator.random_sample() == expected
