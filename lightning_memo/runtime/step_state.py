@@ -237,8 +237,12 @@ def _parameters_and_untrained(model: nn.Module) -> tuple[list[Tensor], list[tupl
     for module in modules:  # which grow meanwhile
         if children := module._modules:
             modules += [child for child in children.values() if child is not None]
-        parameters += [p for p in module._parameters.values() if p is not None]
-        for table in (module._buffers, module._parameters):
-            found = ((key, t) for key, t in table.items() if t is not None and not t.requires_grad)
-            untrained += [((module, table, key), t) for key, t in found]
+        if buffers := module._buffers:
+            found = [(key, t) for key, t in buffers.items() if t is not None and not t.requires_grad]
+            untrained += [((module, buffers, key), t) for key, t in found]
+        for key, p in module._parameters.items():
+            if p is not None:
+                parameters.append(p)
+                if not p.requires_grad:
+                    untrained.append(((module, module._parameters, key), p))
     return parameters, untrained
