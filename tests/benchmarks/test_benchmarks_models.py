@@ -110,7 +110,7 @@ def test_reasons_on_the_page_come_from_the_messages(report: dict[str, Any]) -> N
         assert re.search(r"[\w.]+".join(pieces), message), message
 
 
-@slow_if(lambda kind, model_type, levels: (kind, model_type, levels) not in SPREAD[::6])
+@slow_if(lambda kind, model_type, levels: (kind, model_type, levels) not in SPREAD[::12])
 @pytest.mark.parametrize(
     ("kind", "model_type", "levels"), SPREAD, ids=lambda value: value if isinstance(value, str) else "+".join(value)
 )

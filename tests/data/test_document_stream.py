@@ -147,7 +147,7 @@ def test_reading_files_needs_no_network(jsonl: Path, monkeypatch: pytest.MonkeyP
 # ---- training
 
 
-@slow_if(lambda num_workers, changes: not num_workers or not changes)
+@slow_if(lambda num_workers, changes: not num_workers or "limit_train_batches" not in changes)
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize(
     "changes", [{}, {"accumulate_grad_batches": 2}, {"limit_train_batches": 5}], ids=["plain", "accumulation", "short"]

@@ -125,9 +125,10 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "slice by slice": ("llama_gqa", {"slice_tokens": 13, "host_backed": "all", "schedule": "slice"}),
     "disk": ("llama_gqa", {"spilled_calls": 2}),
 }
+INCLUDED = ("slices", "nested slices", "keys on the host", "states on the host")  # in other ways
 
 
-@slow_if(lambda way, check_restored: way in ("slices", "nested slices") or check_restored == (way == "disk"))
+@slow_if(lambda way, check_restored: way in INCLUDED or check_restored == (way == "disk"))
 @pytest.mark.parametrize("check_restored", [False, True], ids=["unchecked", "checked"])
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_run(way: str, check_restored: bool, tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ RUNS: dict[str, tuple[Run, list[Any]]] = {
     "sent as int8": (Run(settings={"zero_communication": "int8"}), [0.0, 1.0]),
     "planned memory": (Run(settings={"plan_memory": True}), [0.5]),
 }
-QUICK = {"delayed", "auto", "accumulated, stage 2"}
+QUICK = {"auto", "accumulated, stage 2"}
 
 
 @slow_if(lambda case: case not in QUICK)

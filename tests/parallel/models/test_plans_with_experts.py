@@ -99,6 +99,7 @@ class Exchanges(Callback):
             self.notes["exchanges"] = self._counting.counts["alltoall_base_"]
 
 
+@slow_if(lambda alpha: alpha == 0)
 @pytest.mark.parametrize(("alpha", "again"), [(1.0, 0), (0.0, 4)])
 def test_results_of_exchanges_that_are_stored_are_not_sent_again(alpha: float, again: int) -> None:
     """Sent are numbers of rows, hidden states, choices and weights, and results; and the gradients of three of them.
