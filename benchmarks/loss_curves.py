@@ -1,5 +1,8 @@
 """Losses of training runs that differ in one setting: runs the command, writes the raw file, and draws a picture.
 
+Training is chaotic: rounding alone changes the loss after 200 steps by up to a percent. So each setting is trained with
+several seeds, and what is compared is the mean difference between runs of one seed, with its standard error.
+
 Used by `quantised_training.py` and `compressed_activations.py`.
 """
 
@@ -12,10 +15,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import sqrt
 from pathlib import Path
-from typing import Any
+from statistics import fmean, stdev
+from typing import Any, Final
 
 from circumstances import circumstances
 from matplotlib.figure import Figure
@@ -23,6 +28,12 @@ from matplotlib.figure import Figure
 from lightning_memo.utils.files import replacing
 
 _BENCHMARKS = Path(__file__).parent
+_SEEDS: Final = range(42, 48)
+_LAST_STEPS: Final = 50
+
+Run = dict[str, Any]
+Runs = dict[str, dict[str, Run]]
+"""Training losses of all steps and the validation loss after them, by setting and seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +45,6 @@ class Comparison:
         title: Title of the picture.
         settings: Settings of all runs.
         runs: Further settings of each run, by name. The first one is what the others are compared with.
-        drawn: Names of the runs in the picture; the first one again first.
         processes: Number of processes of a run.
     """
 
@@ -42,7 +52,6 @@ class Comparison:
     title: str
     settings: Sequence[str]
     runs: Mapping[str, Sequence[str]]
-    drawn: Sequence[str]
     processes: int = 1
 
     @property
@@ -55,21 +64,31 @@ class Comparison:
         parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--draw", action="store_true", help="only draw the picture from the JSON file")
         if not parser.parse_args().draw:
-            report: dict[str, Any] = {
-                **circumstances(("torch", "transformers", "lightning", "lightning_memo")),
-                "settings": list(self.settings),
-                "runs": {name: self._train(settings) for name, settings in self.runs.items()},
-            }
-            with replacing(self.results) as unfinished:
-                unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        runs = json.loads(self.results.read_text(encoding="utf-8"))["runs"]
-        self._draw({name: runs[name]["losses"] for name in self.drawn})
-        first = next(iter(runs.values()))["validation_loss"]
-        for name, run in runs.items():
-            loss = run["validation_loss"]
-            print(f"{name}: {loss:.4f} ({100 * (loss / first - 1):+.2f} %)")
+            self._run()
+        runs: Runs = json.loads(self.results.read_text(encoding="utf-8"))["runs"]
+        self._draw(runs)
+        exact, *others = runs
+        losses = [run["validation_loss"] for run in runs[exact].values()]
+        print(f"{exact}: validation loss from {min(losses):.2f} to {max(losses):.2f}, by seed")
+        for name in others:
+            for kind, loss in _LOSSES.items():
+                pairs = [(loss(run), loss(runs[exact][seed])) for seed, run in runs[name].items()]
+                mean, error = _mean_and_error([100 * (a / b - 1) for a, b in pairs])
+                print(f"{name}: {kind} {mean:+.1f} % (± {error:.1f} %)")
 
-    def _train(self, settings: Sequence[str]) -> dict[str, Any]:
+    def _run(self) -> None:
+        report: dict[str, Any] = {
+            **circumstances(("torch", "transformers", "lightning", "lightning_memo")),
+            "settings": list(self.settings),
+            "runs": {name: {} for name in self.runs},
+        }
+        for seed in _SEEDS:
+            for name, settings in self.runs.items():
+                report["runs"][name][str(seed)] = self._train([*settings, f"seed={seed}"])
+            with replacing(self.results) as unfinished:  # all runs of the seeds so far
+                unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+    def _train(self, settings: Sequence[str]) -> Run:
         """The losses of all steps, and the one on the validation text after them."""
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(self.processes)]
         with tempfile.TemporaryDirectory() as folder:
@@ -84,24 +103,40 @@ class Comparison:
         losses = [float(row["train_loss"]) for row in rows if row["train_loss"]]
         return {"losses": losses, "validation_loss": [float(row["val_loss"]) for row in rows if row["val_loss"]][-1]}
 
-    def _draw(self, losses: dict[str, list[float]]) -> None:
-        figure = Figure(figsize=(8, 3.6), layout="constrained")
+    def _draw(self, runs: Runs) -> None:
+        figure = Figure(figsize=(8, 3.8), layout="constrained")
         curves, differences = figure.subplots(1, 2)
-        for name, style in zip(losses, ("-", "--", ":"), strict=False):
-            curves.plot(range(1, len(losses[name]) + 1), losses[name], style, label=name)
+        for name, style in zip(runs, ("-", "--", ":"), strict=False):
+            losses = [fmean(step) for step in zip(*(run["losses"] for run in runs[name].values()), strict=True)]
+            curves.plot(range(1, 1 + len(losses)), losses, style, label=name)
         curves.set_ylabel("training loss, nats per token")
-        curves.legend()
-        exact, *others = losses
+        exact, *others = runs
         for name, color in zip(others, ("C1", "C2"), strict=False):
-            ratios = [100 * (a / b - 1) for a, b in zip(losses[name], losses[exact], strict=True)]
-            differences.plot(range(1, len(ratios) + 1), ratios, color=color, label=name)
+            ratios = [
+                [100 * (a / b - 1) for a, b in zip(run["losses"], runs[exact][seed]["losses"], strict=True)]
+                for seed, run in runs[name].items()
+            ]
+            steps = [_mean_and_error(each) for each in zip(*ratios, strict=True)]
+            differences.plot(range(1, 1 + len(steps)), [mean for mean, _ in steps], color=color, label=name)
+            low, high = ([mean + sign * error for mean, error in steps] for sign in (-1, 1))
+            differences.fill_between(range(1, 1 + len(steps)), low, high, color=color, alpha=0.25, linewidth=0)
         differences.axhline(0, color="C0", linewidth=1)
         differences.set_ylabel(f'difference from "{exact}", %')
-        differences.legend()
         for axes in (curves, differences):
             axes.set_xlabel("step")
             axes.grid(visible=True, alpha=0.3)
-        figure.suptitle(self.title)
+            axes.legend()
+        figure.suptitle(f"{self.title}\nmean of {len(runs[exact])} seeds, and its standard error", fontsize="medium")
         picture = _BENCHMARKS.parent / "docs" / "images" / f"{self.name}.png"
         with replacing(picture) as unfinished:
             figure.savefig(unfinished, format="png", dpi=110)
+
+
+_LOSSES: Final[Mapping[str, Callable[[Run], float]]] = {
+    f"training loss of the last {_LAST_STEPS} steps": lambda run: fmean(run["losses"][-_LAST_STEPS:]),
+    "validation loss": lambda run: float(run["validation_loss"]),
+}
+
+
+def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    return fmean(values), stdev(values) / sqrt(len(values))

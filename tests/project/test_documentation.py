@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import datasets
@@ -84,26 +85,32 @@ def test_the_readme_states_the_measured_memory_by_length() -> None:
     assert not [name for name, peak in peaks.items() if f"{peak / 2**20:,.0f} MiB" not in text]
 
 
-def test_the_page_states_the_losses_of_quantised_communication() -> None:
-    runs = json.loads((ROOT / "benchmarks" / "results" / "quantised_training.json").read_text())["runs"]
-    text = (DOCS / "parallelism.md").read_text()
-    assert len(runs) == 5
-    exact = runs["none"]["validation_loss"]
-    for name, run in runs.items():
-        loss = run["validation_loss"]
-        assert f"{loss:.3f}" + (f" ({100 * (loss / exact - 1):+.1f} %)" if name != "none" else "") in text
+@pytest.mark.parametrize(
+    ("results", "page", "names"),
+    [
+        ("quantised_training", "parallelism.md", ["none", "int8", "int4"]),
+        ("compressed_activations", "long_sequences.md", ["exact", "fp8"]),
+    ],
+)
+def test_pages_state_the_losses_of_rounded_training(results: str, page: str, names: list[str]) -> None:
+    runs = json.loads((ROOT / "benchmarks" / "results" / f"{results}.json").read_text())["runs"]
+    text = " ".join((DOCS / page).read_text().split())
+    assert list(runs) == names
+    exact = [run["validation_loss"] for run in runs[names[0]].values()]
+    assert len(exact) == 6
+    assert f"from {min(exact):.2f} to {max(exact):.2f}" in text
+    for name in names[1:]:
+        for loss in (lambda run: fmean(run["losses"][-50:]), lambda run: run["validation_loss"]):
+            percent = [100 * (loss(run) / loss(runs[names[0]][seed]) - 1) for seed, run in runs[name].items()]
+            mean, error = fmean(percent), stdev(percent) / len(percent) ** 0.5
+            assert re.search(re.escape(f"{mean:+.1f} % (± {error:.1f} %") + r"[,)]", text), (name, mean, error)
 
 
-def test_the_page_states_the_losses_of_compressed_activations() -> None:
+def test_losses_with_compressed_activations_agree_at_first() -> None:
     runs = json.loads((ROOT / "benchmarks" / "results" / "compressed_activations.json").read_text())["runs"]
-    text = " ".join((DOCS / "long_sequences.md").read_text().split())
-    assert len(runs) == 4
-    exact = runs["exact"]["validation_loss"]
-    for name, run in runs.items():
-        loss = run["validation_loss"]
-        assert f"{loss:.3f}" + (f" ({100 * (loss / exact - 1):+.1f} %)" if name != "exact" else "") in text
-    first, other = (runs[name]["losses"][:30] for name in ("exact", "fp8"))
-    assert max(abs(a / b - 1) for a, b in zip(other, first, strict=True)) <= 1e-3
+    for seed, exact in runs["exact"].items():
+        losses = zip(runs["fp8"][seed]["losses"][:30], exact["losses"][:30], strict=True)
+        assert max(abs(a / b - 1) for a, b in losses) <= 1e-3, seed
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
