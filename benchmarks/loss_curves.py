@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
@@ -45,6 +45,7 @@ class Comparison:
         title: Title of the picture.
         settings: Settings of all runs.
         runs: Further settings of each run, by name. The first one is what the others are compared with.
+        controls: Settings that change rounding only, by name. They are trained with the first seed alone.
         processes: Number of processes of a run.
     """
 
@@ -52,6 +53,7 @@ class Comparison:
     title: str
     settings: Sequence[str]
     runs: Mapping[str, Sequence[str]]
+    controls: Mapping[str, Sequence[str]] = field(default_factory=dict)
     processes: int = 1
 
     @property
@@ -65,11 +67,14 @@ class Comparison:
         parser.add_argument("--draw", action="store_true", help="only draw the picture from the JSON file")
         if not parser.parse_args().draw:
             self._run()
-        runs: Runs = json.loads(self.results.read_text(encoding="utf-8"))["runs"]
+        report = json.loads(self.results.read_text(encoding="utf-8"))
+        runs: Runs = report["runs"]
         self._draw(runs)
         exact, *others = runs
         losses = [run["validation_loss"] for run in runs[exact].values()]
         print(f"{exact}: validation loss from {min(losses):.2f} to {max(losses):.2f}, by seed")
+        for name, run in report["controls"].items():
+            print(f"{name}: validation loss {100 * (run['validation_loss'] / losses[0] - 1):+.1f} %")
         for name in others:
             for kind, loss in _LOSSES.items():
                 pairs = [(loss(run), loss(runs[exact][seed])) for seed, run in runs[name].items()]
@@ -80,6 +85,9 @@ class Comparison:
         report: dict[str, Any] = {
             **circumstances(("torch", "transformers", "lightning", "lightning_memo")),
             "settings": list(self.settings),
+            "controls": {
+                name: self._train([*settings, f"seed={_SEEDS[0]}"]) for name, settings in self.controls.items()
+            },
             "runs": {name: {} for name in self.runs},
         }
         for seed in _SEEDS:

@@ -4,7 +4,8 @@
     python benchmarks/quantised_training.py --draw   # draws the picture again from the results, without a run
 
 The demo's model and text, 200 steps in two processes on a CPU with ZeRO 3, with six seeds, for the weights and the
-order of the text. Runs of a seed differ only in what is sent.
+order of the text. Runs of a seed differ only in what is sent. Two more differ in rounding only, because layers are
+cut into slices.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _COMPARISON = Comparison(
         "strategy.host_memory=null",
     ],
     runs={communication: [f"strategy.zero_communication={communication}"] for communication in ZERO_COMMUNICATION},
+    controls={f"slices of {tokens} tokens": [f"strategy.slice_tokens={tokens}"] for tokens in (256, 128)},
     processes=2,
 )  # fmt: skip
 

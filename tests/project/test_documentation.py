@@ -106,6 +106,13 @@ def test_pages_state_the_losses_of_rounded_training(results: str, page: str, nam
             assert re.search(re.escape(f"{mean:+.1f} % (± {error:.1f} %") + r"[,)]", text), (name, mean, error)
 
 
+def test_the_page_states_how_much_rounding_changes() -> None:
+    report = json.loads((ROOT / "benchmarks" / "results" / "quantised_training.json").read_text())
+    exact = report["runs"]["none"]["42"]["validation_loss"]
+    changes = [abs(run["validation_loss"] / exact - 1) for run in report["controls"].values()]
+    assert f"changes the validation loss by up to {100 * max(changes):.1f} %" in (DOCS / "parallelism.md").read_text()
+
+
 def test_losses_with_compressed_activations_agree_at_first() -> None:
     runs = json.loads((ROOT / "benchmarks" / "results" / "compressed_activations.json").read_text())["runs"]
     for seed, exact in runs["exact"].items():
