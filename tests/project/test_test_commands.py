@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import shlex
+import shutil
 import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 from unittest import mock
@@ -46,6 +48,17 @@ def test_every_file_is_run_once() -> None:
 
 
 RIGHT = (["not slow", "slow"], ["all"])
+
+
+def test_cases_are_collected_where_no_headers_of_cuda_builds_were_fetched(tmp_path: Path) -> None:
+    """As by `make test` in a new checkout. CI and developers have the headers."""
+    shutil.copytree(TESTS, tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "setup.cfg").symlink_to(ROOT / "setup.cfg")
+    files = [path.relative_to(ROOT) for path in TESTS.rglob("test_*.py") if 'ROOT / ".cuda"' in path.read_text()]
+    assert len(files) > 1
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *map(str, files)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_ci_runs_all_targets() -> None:
