@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import time
@@ -50,8 +51,7 @@ class AllocationRecorder:
 
     def __init__(self, gives_way: bool = False) -> None:
         if AllocationRecorder._giving_way is not None:
-            with contextlib.suppress(RuntimeError):  # it has ended before
-                AllocationRecorder._giving_way.stop()
+            AllocationRecorder._giving_way._end()
         if torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
             raise RuntimeError("peak memory can't be measured while another profiler runs: turn that one off")
         # Read when a process profiles for the first time. It silences two lines of log per measured step.
@@ -62,6 +62,13 @@ class AllocationRecorder:
         self._gave_way = False
         if gives_way:
             AllocationRecorder._giving_way = self
+        # A process that ends while the profiler runs would be killed by SIGSEGV: the profiler uses objects of its own
+        # that are gone by then.
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        with contextlib.suppress(RuntimeError):  # another profiler has ended this one
+            self.stop()
 
     def stop(self) -> list[AllocationRequest]:
         """Return the requests since the start, in the order of time.
@@ -69,6 +76,7 @@ class AllocationRecorder:
         Raises:
             RuntimeError: Another profiler was started in the meantime, which ended this one.
         """
+        atexit.unregister(self._end)
         if self._gave_way:
             raise RuntimeError("peak memory was not measured: another measurement was started in the meantime")
         if AllocationRecorder._giving_way is self:

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+import textwrap
 import threading
 
 import pytest
@@ -32,6 +35,20 @@ def test_only_memory_is_recorded(monkeypatch):
         requests = recorder.stop()
     assert set(seen) == {"Allocation"}
     assert [request.size_bytes for request in requests] == [block.nbytes]
+
+
+@pytest.mark.parametrize("statement", ["", "raise SystemExit"])
+def test_a_process_may_end_while_memory_is_recorded(statement):
+    """PyTorch's profiler would use its own objects after they are gone, and the process be killed by SIGSEGV."""
+    code = f"""
+        import torch
+        from lightning_memo.profiler.memory_meter import AllocationRecorder
+        recorder = AllocationRecorder()
+        print(torch.ones(3, requires_grad=True).sum().item())
+        {statement}
+    """
+    ended = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "3.0\n"), ended.stderr
 
 
 def test_the_peak_is_what_is_alive_at_once():
