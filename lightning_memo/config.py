@@ -42,8 +42,6 @@ _ALLOWED_IN_FP8: Final[dict[str, tuple[Any, ...]]] = {
 
 # The values of settings beside which a pipeline runs.
 _ALLOWED_IN_PIPELINES: Final[dict[str, tuple[Any, ...]]] = {
-    "zero_shard_size": (None,),
-    "zero_communication": ("none",),
     "offload_state": (False,),
     "slice_tokens": ("auto",),
     "host_backed": ("auto", "none"),

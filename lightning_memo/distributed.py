@@ -34,7 +34,7 @@ from lightning_memo.parallel.checkpoints.parameter_names import check_groups
 from lightning_memo.parallel.mesh_precision import MeshPrecision
 from lightning_memo.parallel.parallel_sizes import resolve_sizes
 from lightning_memo.parallel.processes import Processes
-from lightning_memo.parallel.zero.zero_sharding import accumulating
+from lightning_memo.parallel.zero.fsdp_units import accumulating
 from lightning_memo.runtime.model_checks import (
     refuse_engine_shards,
     refuse_fp8_at_calls,

@@ -29,12 +29,14 @@ class ExpertMeshes:
         homes: The ranks over which the experts of a layer are divided, as a mesh with one dimension: the
             expert-parallel ranks, and for each of them the tensor-parallel ones.
         replicas: The ranks with the same experts, as a mesh with one dimension.
+        neighbours: These ranks, as :func:`neighbours` returns them.
         exchange: The expert-parallel ranks, which send each other tokens, as a mesh with one dimension.
         tensor: The tensor-parallel ranks, which get the same tokens, as a mesh with one dimension.
     """
 
     homes: DeviceMesh
     replicas: DeviceMesh
+    neighbours: DeviceMesh | None
     exchange: DeviceMesh
     tensor: DeviceMesh
 
@@ -80,7 +82,28 @@ def replicas(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
     return _limit_waits(mesh[DATA, CONTEXT]._flatten("replicas"), timeout)
 
 
-def expert_meshes(mesh: DeviceMesh, experts: int, timeout: timedelta) -> ExpertMeshes:
+def neighbours(mesh: DeviceMesh, size: int | None, timeout: timedelta, experts: int = 1) -> DeviceMesh | None:
+    """Returns the ranks with the same weights in groups of neighbours, the last one of two dimensions.
+
+    Args:
+        mesh: Device mesh of :func:`build_mesh`.
+        size: Number of ranks in each group.
+        timeout: How long a rank waits for the others.
+        experts: Expert-parallel size, if the weights are those of experts.
+
+    Returns:
+        The mesh; `None` if there would be only one group, or groups would not be equally large.
+    """
+    *stages, data, context, tensor = mesh.shape
+    ranks = data * context // experts
+    if size is None or size >= ranks or ranks % size:
+        return None
+    shape = (*stages, ranks // size, size, experts * tensor)
+    names = ("across_neighbours", "neighbours")
+    return _mesh(mesh.device_type, shape, (*(PIPELINE for _ in stages), *names, "other_weights"), timeout)[names]
+
+
+def expert_meshes(mesh: DeviceMesh, experts: int, shard_size: int | None, timeout: timedelta) -> ExpertMeshes:
     """Returns where the experts of a layer are.
 
     Expert-parallel ranks are neighbours in one stage of a pipeline: those of a sequence first, then those of
@@ -89,13 +112,15 @@ def expert_meshes(mesh: DeviceMesh, experts: int, timeout: timedelta) -> ExpertM
     Args:
         mesh: Device mesh of :func:`build_mesh`.
         experts: Expert-parallel size.
+        shard_size: Number of neighbours over which weights are sharded between forward and backward; `None` for all.
         timeout: How long a rank waits for the others.
     """
     *stages, data, context, tensor = mesh.shape
     shape, names = (*stages, data * context // experts), (*(PIPELINE for _ in stages), "expert_replicas")
     homes = _mesh(mesh.device_type, (*shape, experts * tensor), (*names, "expert_homes"), timeout)
     split = _mesh(mesh.device_type, (*shape, experts, tensor), (*names, EXPERT, TENSOR), timeout)
-    return ExpertMeshes(homes["expert_homes"], homes["expert_replicas"], split[EXPERT], mesh[TENSOR])
+    near = neighbours(mesh, shard_size, timeout, experts)
+    return ExpertMeshes(homes["expert_homes"], homes["expert_replicas"], near, split[EXPERT], mesh[TENSOR])
 
 
 def stage_group(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memo.parallel.clip_gradients import clip_by_norm, clip_by_value, resolve_partial
-from lightning_memo.parallel.zero.zero_sharding import fsdp_units
+from lightning_memo.parallel.zero.fsdp_units import fsdp_units
 
 
 class MeshPrecision(Precision):

@@ -39,6 +39,7 @@ from lightning_memo.parallel.device_mesh import (
     build_mesh,
     context_groups,
     expert_meshes,
+    neighbours,
     readers_group,
     replicas,
     sequence_group,
@@ -52,7 +53,8 @@ from lightning_memo.parallel.ranks import Ranks, processes_on_this_node
 from lightning_memo.parallel.run_on_ranks import gather
 from lightning_memo.parallel.tensor.divide_experts import check_experts, divide_experts, find_experts
 from lightning_memo.parallel.tensor.shard_weights import check_divisible, shard_tensors
-from lightning_memo.parallel.zero.zero_sharding import ZeroSettings, forget_unfinished, shard_state
+from lightning_memo.parallel.zero.fsdp_units import forget_unfinished
+from lightning_memo.parallel.zero.zero_sharding import ZeroSettings, shard_state
 from lightning_memo.utils.find_layers import find_hugging_face, find_text_model
 
 # Batches are compared often at first and then from time to time, because most mistakes in the data show at once.
@@ -87,7 +89,11 @@ class Processes:
         self.sizes = resolve_sizes(config, dist.get_world_size())
         self.mesh = build_mesh(self.sizes, device, timeout)
         self._replicas, self._sequence = replicas(self.mesh, timeout), sequence_group(self.mesh, timeout)
-        self._experts = expert_meshes(self.mesh, self.sizes.expert, timeout) if self.sizes.expert > 1 else None
+        self._zero = ZeroSettings(
+            config.zero_stage, neighbours(self.mesh, config.zero_shard_size, timeout), config.zero_communication
+        )
+        shared_experts = (self.mesh, self.sizes.expert, config.zero_shard_size, timeout)
+        self._experts = expert_meshes(*shared_experts) if self.sizes.expert > 1 else None
         staged = self.sizes.pipeline > 1
         self.current_layout = CurrentLayout()
         staging = (config, self.sizes, self.mesh, device, self.current_layout, timeout)
@@ -155,7 +161,7 @@ class Processes:
                 module,
                 layers(),
                 self._replicas,
-                ZeroSettings(config.zero_stage, config.zero_shard_size, config.zero_communication),
+                self._zero,
                 mixed,
                 config.offload_state,
                 forwards,

@@ -35,7 +35,7 @@ from lightning_memo.engine.sliced_model.sliced_layer_calls import slice_by_slice
 from lightning_memo.kernels.attention_kernel import sums_dtype
 from lightning_memo.parallel.batches.positions import largest_position
 from lightning_memo.parallel.batches.token_layout import TokenLayout
-from lightning_memo.parallel.zero.zero_sharding import as_one_forward
+from lightning_memo.parallel.zero.fsdp_units import as_one_forward
 from lightning_memo.planner.token_slices import TokenRange
 
 

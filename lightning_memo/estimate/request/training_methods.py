@@ -99,8 +99,6 @@ def why_not_by_method(question: Question, parallel: Parallelism) -> str:
     if parallel.virtual_pipeline_size > 1 and (parallel.pp == 1 or not runs_here(question)):
         size = parallel.virtual_pipeline_size
         return f"virtual_pipeline_size={size} is for pipelines of this package: give pp, or virtual_pipeline_size=1"
-    if parallel.pp > 1 and runs_here(question) and (why_not := _why_not_staged(question)):
-        return why_not
     if not traits.tensor_parallel and (parallel.tp > 1 or parallel.pp > 1):
         return f"{method} has neither tensor nor pipeline parallelism: tp and pp must be 1"
     # The DeepSpeed version of FPDT divides heads unevenly.
@@ -114,15 +112,6 @@ def why_not_by_method(question: Question, parallel: Parallelism) -> str:
         return f"zero_communication={question.zero_communication} needs shards: zero_stage must be 1, 2 or 3"
     if question.zero_shard_size is not None:
         return _why_not_sharded(question.zero_shard_size, parallel)
-    return ""
-
-
-def _why_not_staged(question: Question) -> str:
-    """Return the setting beside which pipelines of this package do not run; empty if there is none."""
-    if question.zero_communication != "none":
-        return f"pipelines send exact values, and zero_communication={question.zero_communication} rounds: pp must be 1"
-    if question.zero_shard_size is not None:
-        return f"pipelines run without zero_shard_size={question.zero_shard_size}: pp must be 1"
     return ""
 
 

@@ -121,7 +121,7 @@ def gathered_bytes(question: Question, parallel: Parallelism) -> float:
     """
     sent = _quantised_bytes(question, parallel)
     if parallel.zero_stage == 2 and parallel.pp > 1 and runs_here(question):
-        return _whole_gradients(question, parallel)
+        return sent + _whole_gradients(question, parallel)
     if parallel.zero_stage < 3:
         return sent
     return sent + _gathered_bytes(question, parallel) + _shards_of_neighbours(question, parallel)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_memo.parallel.local_tensors import local_part
-from lightning_memo.parallel.zero.zero_sharding import fsdp_units, parameter_groups
+from lightning_memo.parallel.zero.fsdp_units import fsdp_units, parameter_groups
 
 
 class GradientPlace(Protocol):

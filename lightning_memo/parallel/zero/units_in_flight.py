@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from lightning_memo.parallel.zero.zero_sharding import accumulating, forget_unfinished, fsdp_units, parameter_groups
+from lightning_memo.parallel.zero.fsdp_units import accumulating, forget_unfinished, fsdp_units, parameter_groups
 
 
 class UnitsInFlight:

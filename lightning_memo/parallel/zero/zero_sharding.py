@@ -19,10 +19,9 @@ gather them for the backward among themselves (ZeRO++'s secondary partition).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,20 +37,18 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_leaves
 
 from lightning_memo.parallel.device_mesh import ExpertMeshes
 from lightning_memo.parallel.local_tensors import local_part
 from lightning_memo.parallel.tensor.divide_experts import divided_experts
+from lightning_memo.parallel.zero.fsdp_units import fsdp_units, parameter_groups
 from lightning_memo.parallel.zero.quantised_collectives import send_quantised
 
 # Attribute of a unit whose weights are gathered with those of the layer around it.
 _WITH_LAYER = "_lightning_memo_with_layer"
-
-# What the groups of parameters do in a backward.
-_IN_BACKWARD = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +57,14 @@ class ZeroSettings:
 
     Attributes:
         stage: The stage, 0 to 3.
-        shard_size: Number of ranks over which stage 3 shards weights between forward and backward; `None` for all.
+        neighbours: The ranks with the same weights as a mesh with two dimensions. Stage 3 shards weights over the last
+            one between forward and backward; `None` for all ranks.
         communication: How weights and gradients are sent.
     """
 
     stage: int
-    shard_size: int | None = None
+    neighbours: DeviceMesh | None = None
     communication: str = "none"
-
-    def shards_after_forward(self, ranks: int) -> bool | int:
-        """Return over how many ranks a unit's weights are sharded after a forward; `True` for all, `False` for none."""
-        size = self.shard_size or ranks
-        return size if self.stage == 3 and size < ranks and ranks % size == 0 else self.stage == 3
 
 
 def shard_state(
@@ -108,11 +101,11 @@ def shard_state(
     # A parameter belongs to one unit: layers that share parameters (Zamba) are left to the module around them.
     users = Counter(id(p) for layer in layers for p in layer.parameters())
     alone = [layer for layer in layers if all(users[id(p)] == 1 for p in layer.parameters())]
-    make_unit = functools.partial(_make_unit, zero=zero, mixed_precision=mixed_precision, offload=offload)
+    make_unit = functools.partial(_make_unit, stage=zero.stage, mixed_precision=mixed_precision, offload=offload)
     owners = {} if experts is None else _make_units_of_experts(module, alone, experts, make_unit)
     for unit in [*alone, *(m for m in children if m not in layers), module]:
         # Units outside the layers (embedding, head) are used at both ends of a step, so they stay gathered.
-        make_unit(unit, mesh, again=unit in layers, casts=unit is not module)
+        make_unit(unit, mesh, zero.neighbours, again=unit in layers, casts=unit is not module)
         if zero.stage == 3 and unit in layers:
             unit.register_forward_hook(functools.partial(_expect_no_backward, unit))
     for unit, owner in owners.items():
@@ -134,8 +127,9 @@ def _set_communication(units: Iterable[FSDPModule], communication: str) -> None:
 def _make_unit(
     unit: nn.Module,
     mesh: DeviceMesh,
+    neighbours: DeviceMesh | None,
     *,
-    zero: ZeroSettings,
+    stage: int,
     mixed_precision: bool,
     offload: bool,
     again: bool,
@@ -147,7 +141,8 @@ def _make_unit(
     Args:
         unit: The module.
         mesh: The ranks that hold its weights.
-        zero: Settings of ZeRO.
+        neighbours: These ranks, as in `ZeroSettings`.
+        stage: ZeRO stage.
         mixed_precision: As for `shard_state`.
         offload: As for `shard_state`.
         again: Whether stage 3 frees its weights after the forward, and gathers them again for the backward.
@@ -161,13 +156,42 @@ def _make_unit(
         reduce_dtype=torch.float32,
         cast_forward_inputs=casts,
     )
-    if zero.stage == 0:
+    if stage == 0:
         replicate(unit, mesh=mesh, mp_policy=policy, offload_policy=home)
         return
-    after = zero.shards_after_forward(mesh.size()) if again else False
-    fully_shard(
-        unit, mesh=mesh, reshard_after_forward=after, shard_placement_fn=place, mp_policy=policy, offload_policy=home
-    )
+    after = again and stage == 3
+    how: dict[str, Any] = {"shard_placement_fn": place, "mp_policy": policy, "offload_policy": home}
+    fully_shard(unit, mesh=mesh, reshard_after_forward=after, **how)
+    if after and neighbours is not None:
+        _shard_after_forward(unit, neighbours)
+
+
+def _shard_after_forward(unit: nn.Module, neighbours: DeviceMesh) -> None:
+    """Shard the weights of a unit over neighbours between forward and backward.
+
+    `fully_shard` with a number of ranks would make process groups for each unit. They are made by all processes of a
+    run, and stages of a pipeline have different units.
+    """
+    info = HSDPMeshInfo(neighbours, shard_mesh_dim=1, replicate_mesh_dim=0)
+    for group in parameter_groups(unit._get_fsdp_state()):
+        group.post_forward_mesh_info = info
+        for of in group.fsdp_params:
+            of.post_forward_mesh_info = info
+            of._init_sharded_post_forward_param_metadata(torch.empty(of._orig_size, device="meta"))
+            of.to_sharded_post_forward = functools.partial(_shard_local_part, of)
+
+
+def _shard_local_part(of: Any) -> None:
+    """FSDP2's `to_sharded_post_forward`, which refuses weights that tensor parallelism has divided.
+
+    It shards their local parts as it shards other weights. Only the DTensor that a module has until the backward does
+    not name the tensor-parallel ranks.
+    """
+    divided, of.is_dtensor = of.is_dtensor, False
+    try:
+        type(of).to_sharded_post_forward(of)
+    finally:
+        of.is_dtensor = divided
 
 
 def _make_units_of_experts(
@@ -177,7 +201,8 @@ def _make_units_of_experts(
     of_layer = {m: layer for layer in layers for m in layer.modules()}
     owners = {m: of_layer.get(m) for m in divided_experts(module)}
     for unit, owner in owners.items():
-        make_unit(unit, experts.replicas, again=owner is not None, casts=False, place=_evenly(experts.replicas))
+        place = _evenly(experts.replicas)
+        make_unit(unit, experts.replicas, experts.neighbours, again=owner is not None, casts=False, place=place)
         # The gradients are sums over the tokens of all ranks that share experts.
         unit.set_all_reduce_hook(functools.partial(_divide, by=experts.exchange.size()))
     return owners
@@ -231,28 +256,6 @@ def gathers_itself(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule) and not hasattr(module, _WITH_LAYER)
 
 
-@contextlib.contextmanager
-def as_one_forward(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Within this context FSDP2 sees all calls of a layer as one forward.
-
-    Otherwise it would gather weights and reduce gradients for each call. Weights are gathered at entry. Gradients are
-    reduced at the end of the root's backward, in the same order on every rank, whatever the number of calls.
-
-    Args:
-        layers: Layers that are called repeatedly.
-    """
-    units = fsdp_units_among(m for layer in layers for m in layer.modules())  # experts are units of their own
-    states = [unit._get_fsdp_state() for unit in units]
-    for unit, state in zip(units, states, strict=True):
-        unit.unshard()
-        state._training_state = TrainingState.PRE_BACKWARD  # as in a recomputation: its hooks only cast
-    try:
-        yield
-    finally:
-        for state in states:
-            state._training_state = TrainingState.IDLE
-
-
 def _expect_no_backward(unit: FSDPModule, layer: nn.Module, inputs: Any, output: Any) -> None:
     """Leave a forward without gradients out of what FSDP2 expects a backward of.
 
@@ -273,65 +276,3 @@ def _expect_no_backward(unit: FSDPModule, layer: nn.Module, inputs: Any, output:
 def _is_container(module: nn.Module) -> bool:
     """Whether a module is a container without a forward, which FSDP2 cannot wrap."""
     return isinstance(module, (nn.ModuleList, nn.ModuleDict))
-
-
-def forget_unfinished(module: nn.Module) -> None:
-    """Reset the state that an interrupted backward or accumulation left in FSDP2.
-
-    `zero_grad` does not reach unsharded accumulated gradients.
-    """
-    for unit in fsdp_units(module):
-        state = unit._get_fsdp_state()
-        for group in parameter_groups(state):
-            group.wait_for_unshard()  # what was gathered for a backward that did not come
-        unit.reshard()
-        state._training_state = TrainingState.IDLE
-        context = state._state_ctx
-        context.post_backward_final_callback_queued, context.iter_forward_root = False, None
-        for group in parameter_groups(state):
-            group._training_state = TrainingState.IDLE
-            group.comm_ctx.post_forward_order.clear()
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
-
-
-def parameter_groups(state: Any) -> list[Any]:
-    """Returns the parameter groups of a unit; newer versions of PyTorch have several."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is not None:
-        return list(groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-
-
-def fsdp_units(module: nn.Module) -> list[FSDPModule]:
-    """Returns the FSDP2 units of a module, none if it is not sharded."""
-    return fsdp_units_among(module.modules())
-
-
-def fsdp_units_among(modules: Iterable[nn.Module]) -> list[FSDPModule]:
-    """Returns those of the modules that are FSDP2 units."""
-    return [unit for unit in modules if isinstance(unit, FSDPModule)]
-
-
-@contextlib.contextmanager
-def accumulating(module: nn.Module, stage: int) -> Iterator[None]:
-    """Within this context backwards are not the last of an optimizer step, and run only the collectives they need.
-
-    Args:
-        module: Sharded module.
-        stage: ZeRO stage.
-    """
-    units = fsdp_units(module)
-    groups = [group for unit in units for group in parameter_groups(unit._get_fsdp_state())]
-    before = [[getattr(group, name) for name in _IN_BACKWARD] for group in groups]  # this context may be in another one
-    for unit in units:
-        unit.set_requires_gradient_sync(stage >= 2, recurse=False)
-        unit.set_reshard_after_backward(stage == 3, recurse=False)
-    try:
-        yield
-    finally:
-        for group, values in zip(groups, before, strict=True):
-            for name, value in zip(_IN_BACKWARD, values, strict=True):
-                setattr(group, name, value)

@@ -119,15 +119,17 @@ class SentBytes(Counting):
         return func(*args, **(kwargs or {}))
 
 
-def sent(run: Run, communication: str) -> Counter[str]:
-    settings = {"zero_stage": 3, "alpha": 0.5, "zero_communication": communication}
-    return train_together(2, run, settings, watch=partial(Collectives, SentBytes)).notes["counts"][0]
+def sent(run: Run, stages: int, communication: str) -> Counter[str]:
+    settings = {"zero_stage": 3, "alpha": 0.5, "zero_communication": communication, "pipeline_parallel_size": stages}
+    return train_together(2 * stages, run, settings, watch=partial(Collectives, SentBytes)).notes["counts"][0]
 
 
-def test_bytes_that_are_sent() -> None:
+@slow_if(lambda stages: stages == 2)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_bytes_that_are_sent(stages: int) -> None:
     """Weights: half of bf16. Gradients: a quarter of bf16, an eighth of what is sent otherwise. Scales come on top."""
     run = replace(RUN, precision="bf16-mixed")
-    exact, eight, four = (sent(run, communication) for communication in ("none", "int8", "int4"))
+    exact, eight, four = (sent(run, stages, communication) for communication in ("none", "int8", "int4"))
     scales = 4 / BLOCK
     padding = 0.03  # units of a small model
     weights, gradients = exact["_allgather_base_"] / 2, exact["_reduce_scatter_base_"] / 4
@@ -137,6 +139,8 @@ def test_bytes_that_are_sent() -> None:
         assert found["alltoall_base_"] == pytest.approx(gradients * (bits / 8 + scales), rel=padding)
 
 
+BLOCKS = {"virtual_pipeline_size": 2}
+
 CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero1": (2, {"zero_stage": 1}),
     "zero2": (2, {"zero_stage": 2}),
@@ -144,15 +148,21 @@ CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2 zero3": (2, {"zero_stage": 3, "context_parallel_size": 2}),
     "tp2 x dp2 zero3": (4, {"zero_stage": 3, "tensor_parallel_size": 2}),
     "zero3 offload": (2, {"zero_stage": 3, "offload_state": True}),
+    "pp2 x dp2 zero1": (4, {"zero_stage": 1, "pipeline_parallel_size": 2}),
+    "pp2 x dp2 zero2": (4, {"zero_stage": 2, "pipeline_parallel_size": 2}),
+    "pp2 x dp2 zero3": (4, {"zero_stage": 3, "pipeline_parallel_size": 2}),
+    "pp2 x tp2 x dp2 zero3": (8, {"zero_stage": 3, "pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
+    "pp2 x cp2, blocks": (4, {"zero_stage": 2, "pipeline_parallel_size": 2, "context_parallel_size": 2, **BLOCKS}),
+    "pp2 x dp4, near": (8, {"zero_stage": 3, "pipeline_parallel_size": 2, "zero_shard_size": 2}),
 }
 
 
-@slow_if(lambda name, communication: (name, communication) != ("zero3", "int4"))
+@slow_if(lambda name, communication: (name, communication) not in (("zero3", "int4"), ("pp2 x dp2 zero3", "int8")))
 @pytest.mark.parametrize("communication", NEAR)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_training_is_near_that_with_exact_communication(name: str, communication: str) -> None:
     size, settings = CONFIGURATIONS[name]
-    run = Run(family="llama_gqa", batch=4, accumulate=2)
+    run = Run(family="llama_gqa", batch=size, accumulate=2, layers=4)
     settings = settings | {"alpha": 0.5, "zero_communication": communication}
     errors = train_together(size, run, settings).worst_error(train_alone(run))
     assert errors["loss"] > 1e-6  # it is used

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from support.markers.slow import slow_if
 from support.parallel_training import Run, train_alone, train_together
+from support.processes import run_in_processes
 from support.samples.collectives import GATHER, LAYERS, RUN, UNITS, Collectives, Counting
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
 from lightning_memo.config import MemoConfig
+from lightning_memo.parallel.device_mesh import build_mesh, neighbours
 from lightning_memo.parallel.parallel_sizes import ParallelSizes, resolve_sizes
-from lightning_memo.parallel.zero.zero_sharding import ZeroSettings
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "dp4": {},
@@ -64,10 +68,60 @@ def test_weights_for_the_backward_come_from_neighbours(communication: str) -> No
         assert counts == Counter({4: UNITS * RUN.accumulate, 2: LAYERS * RUN.accumulate})
 
 
-def test_where_there_are_no_other_nodes_nothing_changes() -> None:
-    assert [ZeroSettings(3, size).shards_after_forward(8) for size in (None, 8, 16, 4, 2)] == [True, True, True, 4, 2]
-    assert ZeroSettings(3, 4).shards_after_forward(6) is True  # experts that six processes hold
-    assert ZeroSettings(2).shards_after_forward(8) is False
+@pytest.mark.parametrize("other", [{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=str)
+def test_beside_other_sizes(other: dict[str, int]) -> None:
+    """Stages of a pipeline gather weights from all processes for one of the two passes of a micro-batch."""
+    run = replace(RUN, batch=8, layers=4)
+    settings = {"zero_stage": 3, "zero_shard_size": 2, "alpha": 0.5} | other
+    outcome = train_together(8, run, settings, watch=partial(Collectives, GroupSizes))
+    errors = outcome.worst_error(train_alone(run))
+    assert all(error <= 1e-5 for error in errors.values()), errors
+    layers, passes = (2, 2 * RUN.accumulate) if "pipeline_parallel_size" in other else (4, RUN.accumulate)
+    units = RUN.accumulate
+    for counts in outcome.notes["counts"]:
+        assert (counts[4], counts[2]) == (layers * passes + units, layers * passes)
+
+
+@slow_if(lambda family, other: family != "llama_gqa" or other)
+@pytest.mark.parametrize(
+    ("family", "other"),
+    [
+        ("llama_gqa", {}),
+        ("llama_tied", {"virtual_pipeline_size": 2, "pipeline_layers": [1, 2, 1, 1]}),
+        ("llama_lora", {"context_parallel_size": 2}),
+        ("mixtral", {"expert_parallel_size": 2}),
+        ("mixtral", {"expert_parallel_size": 4}),
+    ],
+    ids=str,
+)
+def test_pipelines_whose_stages_have_different_layers(family: str, other: dict[str, Any]) -> None:
+    """Process groups are made by all processes alike."""
+    run = Run(family=family, batch=8, layers=5 if "pipeline_layers" in other else 3, accumulate=2)
+    settings = {"zero_stage": 3, "zero_shard_size": 2, "pipeline_parallel_size": 2, "alpha": 0.5} | other
+    errors = train_together(8, run, settings).worst_error(train_alone(run))
+    assert all(error <= 1e-5 for error in errors.values()), errors
+
+
+def groups_of_neighbours(sizes: ParallelSizes, size: int | None, experts: int) -> list[int] | None:
+    time = timedelta(seconds=30)
+    mesh = neighbours(build_mesh(sizes, torch.device("cpu"), time), size, time, experts)
+    return None if mesh is None else mesh.mesh.tolist()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "size", "experts", "expected"),
+    [
+        (ParallelSizes(data=4), None, 1, None),
+        (ParallelSizes(data=4), 4, 1, None),
+        (ParallelSizes(data=4), 2, 1, [[0, 1], [2, 3]]),
+        (ParallelSizes(data=2, context=2), 2, 1, [[0, 1], [2, 3]]),
+        (ParallelSizes(data=4), 2, 2, None),  # two processes hold the same experts
+        (ParallelSizes(data=4), 3, 1, None),
+    ],
+    ids=str,
+)
+def test_neighbours(sizes: ParallelSizes, size: int | None, experts: int, expected: list[list[int]] | None) -> None:
+    assert run_in_processes(4, groups_of_neighbours, sizes, size, experts) == [expected] * 4
 
 
 def test_what_is_refused() -> None:
