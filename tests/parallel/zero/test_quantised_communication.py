@@ -139,7 +139,7 @@ def test_bytes_that_are_sent(stages: int) -> None:
         assert found["alltoall_base_"] == pytest.approx(gradients * (bits / 8 + scales), rel=padding)
 
 
-BLOCKS = {"virtual_pipeline_size": 2}
+ULYSSES = {"context_parallel_size": 2, "context_parallel_method": "ulysses"}
 
 CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero1": (2, {"zero_stage": 1}),
@@ -152,7 +152,7 @@ CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2 x dp2 zero2": (4, {"zero_stage": 2, "pipeline_parallel_size": 2}),
     "pp2 x dp2 zero3": (4, {"zero_stage": 3, "pipeline_parallel_size": 2}),
     "pp2 x tp2 x dp2 zero3": (8, {"zero_stage": 3, "pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
-    "pp2 x cp2, blocks": (4, {"zero_stage": 2, "pipeline_parallel_size": 2, "context_parallel_size": 2, **BLOCKS}),
+    "pp2 x cp2, blocks": (4, {"zero_stage": 2, "pipeline_parallel_size": 2, "virtual_pipeline_size": 2, **ULYSSES}),
     "pp2 x dp4, near": (8, {"zero_stage": 3, "pipeline_parallel_size": 2, "zero_shard_size": 2}),
 }
 
