@@ -1,7 +1,7 @@
 """Measures the overhead of MemoStrategy if there is nothing to swap: steps of its plan "plain" and of plain Lightning.
 
     python benchmarks/overhead.py
-    python benchmarks/overhead.py --shapes 4x64 --lengths 128 --rounds 200
+    python benchmarks/overhead.py --shapes 4x64 --lengths 128 --launches 20
     python benchmarks/overhead.py --methods memo unplanned monitor
     python benchmarks/overhead.py --base unchecked --methods checked --turn-steps 64 --shapes 4x256 --lengths 1024
 
@@ -9,9 +9,11 @@ Each method trains the same model with its own `Trainer` in its own process. Onc
 planned, the processes take turns: one trains briefly while the others sleep, and a round has one turn of each. A step
 lasts from one `on_train_batch_start` to the next, so it includes all work of Lightning and the callbacks. The number of
 a turn is the median of its steps. Ratios are computed within a round, so that a machine that slows down for a while
-affects both. Their median is reported with the 95 % interval of a bootstrap, for the wall time and for the time that
-the process ran on a core, which other programs disturb less. "again" is plain Lightning a second time: its ratio should
-be 1, and its deviation shows the accuracy of the others.
+affects both. All processes are launched several times, because two processes that do the same differ by some percent,
+depending on where their memory lies. What is reported is the mean over launches of the median over rounds, with the
+95 % interval of a bootstrap over both, for the wall time and for the time that the process ran on a core, which other
+programs disturb less. "again" is plain Lightning a second time: its ratio should be 1, and its deviation shows the
+accuracy of the others.
 
 "checked" and "unchecked" swap half of the tokens, with and without `check_slices`. A layer is compared with itself in
 every 64th step, so a turn needs 64 steps, and its number is their mean.
@@ -198,25 +200,35 @@ class Rounds:
                 raise RuntimeError(f"a process ended with {process.exitcode}; what it wrote above says why")
 
 
-def ratio(seconds: Sequence[float], base: Sequence[float]) -> dict[str, float]:
-    """Returns the median of the ratios of each round, and the 95 % interval of that median."""
-    ratios = np.array(seconds) / np.array(base)
-    drawn = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
-    low, high = np.quantile(np.median(drawn, axis=1), (0.025, 0.975))
-    return {"median": float(np.median(ratios)), "low": float(low), "high": float(high)}
+def ratio(seconds: Sequence[Sequence[float]], base: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Returns the mean over launches of the median ratio of their rounds, and its 95 % interval.
+
+    Args:
+        seconds: The times of a method, `[launches, rounds]`.
+        base: Those of what it is compared with.
+    """
+    ratios, random = np.array(seconds) / np.array(base), np.random.default_rng(0)
+    launches, rounds = ratios.shape
+    launch = random.integers(launches, size=(2000, launches, 1))
+    drawn = ratios[launch, random.integers(rounds, size=(2000, launches, rounds))]
+    low, high = np.quantile(np.median(drawn, axis=2).mean(axis=1), (0.025, 0.975))
+    return {"mean": float(np.median(ratios, axis=1).mean()), "low": float(low), "high": float(high)}
 
 
 def _measure(shape: tuple[int, int], tokens: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    rounds = Rounds(shape, tokens, options)
-    rounds.run(options.rounds)
-    rounds.end()
+    launches = []
+    for _ in range(options.launches):
+        rounds = Rounds(shape, tokens, options)
+        rounds.run(options.rounds)
+        rounds.end()
+        launches.append({method: [*zip(*steps, strict=True)] for method, steps in rounds.steps.items()})
     sizes = {"layers": shape[0], "hidden": shape[1], "tokens": tokens}
-    base, base_core = zip(*rounds.steps[options.base], strict=True)
+    base, base_core = zip(*(steps[options.base] for steps in launches), strict=True)
     rows = []
-    for method, steps in rounds.steps.items():
-        seconds, core = zip(*steps, strict=True)
+    for method in launches[0]:
+        seconds, core = zip(*(steps[method] for steps in launches), strict=True)
         samples = {"seconds": seconds, "core_seconds": core}
-        medians = {f"median_{name}": median(values) for name, values in samples.items()}
+        medians = {f"median_{name}": float(np.median(values)) for name, values in samples.items()}
         ratios = {"ratio": ratio(seconds, base), "core_ratio": ratio(core, base_core)}
         rows.append({**sizes, "method": method, **medians, **ratios, **samples})
     return rows
@@ -230,7 +242,7 @@ def _show(rows: Sequence[dict[str, Any]], base: str) -> None:
     for row in rows:
         cells = [f"{row['layers']} x {row['hidden']}", f"{row['tokens']:,}", row["method"]]
         for of, seconds in ((row["ratio"], row["median_seconds"]), (row["core_ratio"], row["median_core_seconds"])):
-            cells += [f"{1000 * seconds:.2f} ms", f"{of['median']:.4f}", f"{of['low']:.4f}-{of['high']:.4f}"]
+            cells += [f"{1000 * seconds:.2f} ms", f"{of['mean']:.4f}", f"{of['low']:.4f}-{of['high']:.4f}"]
         grid.add_row(*cells)
     Console().print(grid)
 
@@ -248,7 +260,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512, 1024, 2048, 4096])
     parser.add_argument("--methods", choices=(*_METHODS, *_CUT), nargs="+", default=list(_METHODS))
     parser.add_argument("--base", choices=(_PLAIN, *_CUT), default=_PLAIN, help="method that others are compared with")
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--launches", type=int, default=5, help="how often all processes are launched")
+    parser.add_argument("--rounds", type=int, default=8, help="turns of each method in a launch")
     parser.add_argument("--turn-seconds", type=float, default=0.25)
     parser.add_argument("--turn-steps", type=int, default=0, help="number of steps of a turn, instead of its seconds")
     parser.add_argument("--threads", type=int, default=1, help="number of compute threads")
@@ -260,7 +273,7 @@ def main() -> None:
     options = _options()
     report: dict[str, Any] = circumstances(("torch", "transformers", "lightning", "lightning_memo"))
     report["settings"] = {
-        name: getattr(options, name) for name in ("base", "rounds", "turn_seconds", "turn_steps", "threads")
+        name: getattr(options, name) for name in ("base", "launches", "rounds", "turn_seconds", "turn_steps", "threads")
     }
     report["results"] = rows = []
     for shape in options.shapes:

@@ -178,14 +178,15 @@ def _shard_after_forward(unit: nn.Module, neighbours: DeviceMesh) -> None:
         for of in group.fsdp_params:
             of.post_forward_mesh_info = info
             of._init_sharded_post_forward_param_metadata(torch.empty(of._orig_size, device="meta"))
-            of.to_sharded_post_forward = functools.partial(_shard_local_part, of)
+            if of.is_dtensor:
+                of.to_sharded_post_forward = functools.partial(_shard_local_part, of)
 
 
 def _shard_local_part(of: Any) -> None:
-    """FSDP2's `to_sharded_post_forward`, which refuses weights that tensor parallelism has divided.
+    """Shard the local part of a weight that tensor parallelism has divided.
 
-    It shards their local parts as it shards other weights. Only the DTensor that a module has until the backward does
-    not name the tensor-parallel ranks.
+    FSDP2 refuses such weights, because the DTensor that a module has until the backward does not name the
+    tensor-parallel ranks. Nothing computes with that one.
     """
     divided, of.is_dtensor = of.is_dtensor, False
     try:
