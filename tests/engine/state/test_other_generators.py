@@ -17,6 +17,8 @@ from support.markers.slow import slow_if
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
+from lightning_memo.engine.state.other_generators import OtherGenerators
+
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 ALPHAS = [0.0, 0.5, 1.0]
@@ -143,3 +145,48 @@ def test_settings_that_need_slices() -> None:
     with pytest.raises(ValueError, match=r"Generators .*: draws numbers of random\.Random: set host_backed") as caught:
         compare(drawing(Generators, lambda layer, x: layer.of_python.random()), SLICES)
     assert "\n" not in str(caught.value)
+
+
+USES: list[Callable[[np.random.RandomState], Any]] = [
+    lambda generator: None,
+    lambda generator: generator.normal(),
+    lambda generator: generator.random_sample(),
+    lambda generator: generator.shuffle([1, 2, 3]),
+    lambda generator: generator.seed(3),
+]
+
+
+def test_notes_of_numpys_legacy_generator_are_its_present_state() -> None:
+    """Its state in memory, which is compared, has no second normal number that was drawn with the first one."""
+    generator, drawn = np.random.RandomState(1), random.Random(1)
+    notes = OtherGenerators([generator])
+    for _ in range(300):
+        drawn.choice(USES)(generator)
+        notes.note()
+        first = generator.normal(), generator.random_sample()
+        notes.restore()
+        if drawn.random() < 0.5:
+            assert (generator.normal(), generator.random_sample()) == first
+            notes.restore()
+
+
+def test_notes_of_a_generator_of_another_kind() -> None:
+    """NumPy's legacy functions can be given any generator, which has a smaller state in memory."""
+    legacy = np.random.mtrand._rand
+    twister = legacy._bit_generator
+    notes = OtherGenerators([legacy])
+    notes.note()
+    try:
+        for _ in range(3):
+            np.random.set_bit_generator(np.random.PCG64(5))
+            notes.note()
+            first = np.random.random()
+            notes.restore()
+            assert np.random.random() == first
+            np.random.set_bit_generator(twister)
+            notes.note()
+            first = np.random.random()
+            notes.restore()
+            assert np.random.random() == first
+    finally:
+        np.random.set_bit_generator(twister)
