@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 from lightning_memo.utils.files import replacing
 
 _BENCHMARKS = Path(__file__).parent
-_FIRST_SEED: Final = 42
+_SEEDS: Final = range(42, 48)
 _LAST_STEPS: Final = 50
 
 Run = dict[str, Any]
@@ -47,7 +47,6 @@ class Comparison:
         runs: Further settings of each run, by name. The first one is what the others are compared with.
         controls: Settings that change rounding only, by name. They are trained with the first seed alone.
         processes: Number of processes of a run.
-        seeds: Number of seeds.
     """
 
     name: str
@@ -56,7 +55,6 @@ class Comparison:
     runs: Mapping[str, Sequence[str]]
     controls: Mapping[str, Sequence[str]] = field(default_factory=dict)
     processes: int = 1
-    seeds: int = 6
 
     @property
     def results(self) -> Path:
@@ -88,11 +86,11 @@ class Comparison:
             **circumstances(("torch", "transformers", "lightning", "lightning_memo")),
             "settings": list(self.settings),
             "controls": {
-                name: self._train([*settings, f"seed={_FIRST_SEED}"]) for name, settings in self.controls.items()
+                name: self._train([*settings, f"seed={_SEEDS[0]}"]) for name, settings in self.controls.items()
             },
             "runs": {name: {} for name in self.runs},
         }
-        for seed in range(_FIRST_SEED, _FIRST_SEED + self.seeds):
+        for seed in _SEEDS:
             for name, settings in self.runs.items():
                 report["runs"][name][str(seed)] = self._train([*settings, f"seed={seed}"])
             with replacing(self.results) as unfinished:  # all runs of the seeds so far
