@@ -147,7 +147,7 @@ def _summary(device: str, results: Sequence[Result]) -> str:
     told = "Memo and another method have not both been measured at one length yet."
     if rows:
         told = table(["model", *SPEEDUPS], rows)
-    title = f"**On one {device}**: how many times as fast Memo trains ([docs/performance.md](docs/performance.md))"
+    title = f"**On one {device}**: speedup of `MemoStrategy()` ([docs/performance.md](docs/performance.md))"
     return f"{title}\n\n{told}"
 
 

@@ -95,7 +95,7 @@ def _memory(result: Result) -> str:
     return f"{told} / {format_bytes(memory['peak_rss_bytes'])}"
 
 
-SPEEDUPS = ("length", "x best other", "which is", "x checkpointing", "of the bound")
+SPEEDUPS = ("length", "over the fastest other", "the fastest other", "over checkpointing", "share of the bound")
 """Header of a table of `speedup_cells`."""
 
 
@@ -112,7 +112,7 @@ def _ratios(group: Group) -> str:
         return ""
     first, second = BOUND_LAYERS
     return "\n\n".join([
-        "**Memo auto: how many times as fast**", table(SPEEDUPS, rows),
+        "**Speedup of Memo auto**", table(SPEEDUPS, rows),
         f"The bound is a step without recomputation and waiting, extrapolated from plain training of {first} and\n"
         f"{second} layers, which fit in memory. A value of 1 means as fast as the bound.",
     ])  # fmt: skip

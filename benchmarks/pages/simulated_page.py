@@ -131,7 +131,7 @@ def alst(rehearsed: Rehearsed) -> str:
 
 
 def summary(rehearsed: Rehearsed) -> str:
-    """Returns a table of how many times as fast Memo is as the best other method.
+    """Returns a table of Memo's speedup over the fastest other method.
 
     Args:
         rehearsed: Memory of the host, name of the device, and results of all groups.
@@ -144,8 +144,8 @@ def summary(rehearsed: Rehearsed) -> str:
     ]
     devices = ", ".join(sorted({device for _, device, _ in rehearsed}))
     return (
-        f"**{devices}**: how many times as fast Memo's best setting is as the best of checkpointing with and "
-        "without offloading.\nTimes are *simulated*, nothing was measured: "
+        f"**{devices}**: speedup of the fastest setting of `MemoStrategy` over the faster of checkpointing with and "
+        "without\noffloading. Times are *simulated*, nothing was measured: "
         "[docs/performance.md](docs/performance.md).\n\n" + table(["", *map(tokens, lengths)], rows)
     )
 

@@ -93,7 +93,7 @@ def test_ratios_are_times_over_times(monkeypatch, project):
     )
     page, readme = pages(monkeypatch, project)
     # One layer takes a second, and eight take 2 + 7.
-    assert rows(page, "**Memo auto: how many times as fast**") == {"64K": ["1.100", "DeepSpeed ALST", "1.200", "0.900"]}
+    assert rows(page, "**Speedup of Memo auto**") == {"64K": ["1.100", "DeepSpeed ALST", "1.200", "0.900"]}
     assert "| llama3_8b, 8 layers, full, sdpa | 64K | 1.100 | DeepSpeed ALST | 1.200 | 0.900 |" in readme
     speeds = rows(page, "**Tokens per second")
     assert speeds["plain"] == ["oom"]
