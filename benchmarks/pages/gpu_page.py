@@ -95,7 +95,7 @@ def _memory(result: Result) -> str:
     return f"{told} / {format_bytes(memory['peak_rss_bytes'])}"
 
 
-SPEEDUPS = ("length", "over the fastest other", "the fastest other", "over checkpointing", "share of the bound")
+SPEEDUPS = ("length", "over the fastest other method", "which is", "over checkpointing", "bound / step time")
 """Header of a table of `speedup_cells`."""
 
 

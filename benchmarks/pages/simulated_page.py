@@ -144,8 +144,8 @@ def summary(rehearsed: Rehearsed) -> str:
     ]
     devices = ", ".join(sorted({device for _, device, _ in rehearsed}))
     return (
-        f"**{devices}**: speedup of the fastest setting of `MemoStrategy` over the faster of checkpointing with and "
-        "without\noffloading. Times are *simulated*, nothing was measured: "
+        f"**{devices}**: speedup of the fastest setting of `MemoStrategy` over checkpointing, with or without "
+        "offloading,\nwhichever is faster. Times are *simulated*, nothing was measured: "
         "[docs/performance.md](docs/performance.md).\n\n" + table(["", *map(tokens, lengths)], rows)
     )
 
