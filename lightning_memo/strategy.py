@@ -337,6 +337,6 @@ class MemoStrategy(DistributedStrategy):
         if self._runtime is not None:
             closure = functools.partial(self._runtime.step, closure)
         stepped = super().optimizer_step(optimizer, closure, *args, **kwargs)
-        if self._processes is not None and self._processes.pipeline is not None:
-            self._processes.pipeline.after_step()
+        if self._processes is not None and self.model is not None:
+            self._processes.after_step(self.model)
         return stepped

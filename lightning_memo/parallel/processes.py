@@ -53,7 +53,7 @@ from lightning_memo.parallel.ranks import Ranks, processes_on_this_node
 from lightning_memo.parallel.run_on_ranks import gather
 from lightning_memo.parallel.tensor.divide_experts import check_experts, divide_experts, find_experts
 from lightning_memo.parallel.tensor.shard_weights import check_divisible, shard_tensors
-from lightning_memo.parallel.zero.fsdp_units import forget_unfinished
+from lightning_memo.parallel.zero.fsdp_units import forget_gathered, forget_unfinished
 from lightning_memo.parallel.zero.zero_sharding import ZeroSettings, shard_state
 from lightning_memo.utils.find_layers import find_hugging_face, find_text_model
 
@@ -221,6 +221,12 @@ class Processes:
         self._outside = [unit for unit in module.children() if isinstance(unit, FSDPModule)]
 
     # ---- batches
+
+    def after_step(self, module: nn.Module) -> None:
+        """Forget copies of weights that a step of an optimizer has changed. All processes of a pipeline call this."""
+        forget_gathered(module)
+        if self.pipeline is not None:
+            self.pipeline.after_step()
 
     @property
     def cuts_tokens(self) -> bool:

@@ -250,7 +250,9 @@ def _moves(
     if parallel.zero_stage < 3:
         return reduced + gathered, 0.0
     near = min(question.zero_shard_size or ranks, ranks)  # experts are on fewer devices
-    again = _exchange_seconds(question, exchange.weight, weights, near, distance)
+    # Neighbours send each other exact values.
+    of_neighbours = exchange.weight if near == ranks else _Sent(element_bytes(question).product)
+    again = _exchange_seconds(question, of_neighbours, weights, near, distance)
     return 0.0, reduced + _exchange_seconds(question, exchange.weight, weights, ranks, distance) + again
 
 

@@ -36,6 +36,15 @@ def forget_unfinished(module: nn.Module) -> None:
                     parameter._unsharded_param.grad = None
 
 
+def forget_gathered(module: nn.Module) -> None:
+    """Free gathered weights after a step of an optimizer, which has changed the shards.
+
+    A forward between the backward and this step (an evaluation in a hook) may have left weights gathered.
+    """
+    for unit in fsdp_units(module):
+        unit.reshard()
+
+
 def parameter_groups(state: Any) -> list[Any]:
     """Returns the parameter groups of a unit; newer versions of PyTorch have several."""
     groups = getattr(state, "_fsdp_param_groups", None)

@@ -5,6 +5,9 @@ Let a be the largest magnitude in a block of 128 values. Each of them arrives wi
 a / 14 with 4 bits. All ranks compute with the same weights, those that have arrived. A gradient is the sum of this
 rank's exact part and of the parts that have arrived, added in fp32: of W ranks, the error is at most that of W - 1
 parts. A block with a NaN or an infinity arrives as values that are not finite.
+
+Neighbours that hold shards of gathered weights between forward and backward send each other exact values: these have
+been rounded before. Rounded again in other blocks, the weights of the backward would not be those of the forward.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_memo.artifacts.compressed_layout import BLOCK
 from lightning_memo.parallel.value_blocks import value_blocks
+from lightning_memo.parallel.zero.fsdp_units import parameter_groups
 from lightning_memo.parallel.zero.quantised_bytes import GRADIENT_BITS, SCALE_BYTES, WEIGHT_BITS, sent_bytes
 
 # Newer versions of PyTorch have another name for it, and warn of the old one.
@@ -35,7 +39,8 @@ def send_quantised(unit: FSDPModule, communication: str) -> None:
         unit: The unit.
         communication: "int8" or "int4", for gradients.
     """
-    unit.set_custom_all_gather(QuantisedAllGather())
+    ranks = max((group.mesh_info.shard_mesh_size for group in parameter_groups(unit._get_fsdp_state())), default=1)
+    unit.set_custom_all_gather(QuantisedAllGather(ranks))
     unit.set_custom_reduce_scatter(QuantisedReduceScatter(GRADIENT_BITS[communication]))
 
 
@@ -115,7 +120,14 @@ class _InCallersMemory:
 
 
 class QuantisedAllGather(_InCallersMemory):
-    """An all-gather of weights with 8 bits, for `set_custom_all_gather`."""
+    """An all-gather of weights with 8 bits, for `set_custom_all_gather`.
+
+    Args:
+        ranks: Number of ranks that hold the weights. What fewer of them gather is sent as it is.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -128,7 +140,8 @@ class QuantisedAllGather(_InCallersMemory):
             group: The ranks.
             async_op: Not used.
         """
-        if group.size() == 1 or not input_tensor.is_floating_point():  # bytes of several dtypes
+        of_neighbours = group.size() < self._ranks
+        if of_neighbours or group.size() == 1 or not input_tensor.is_floating_point():  # bytes of several dtypes
             _all_gather(output_tensor, input_tensor, group)
             return
         sent = _quantise(input_tensor, WEIGHT_BITS)

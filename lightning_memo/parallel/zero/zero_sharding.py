@@ -37,7 +37,6 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_leaves
 
@@ -45,6 +44,7 @@ from lightning_memo.parallel.device_mesh import ExpertMeshes
 from lightning_memo.parallel.local_tensors import local_part
 from lightning_memo.parallel.tensor.divide_experts import divided_experts
 from lightning_memo.parallel.zero.fsdp_units import fsdp_units, parameter_groups
+from lightning_memo.parallel.zero.neighbour_shards import shard_over_neighbours
 from lightning_memo.parallel.zero.quantised_collectives import send_quantised
 
 # Attribute of a unit whose weights are gathered with those of the layer around it.
@@ -163,36 +163,7 @@ def _make_unit(
     how: dict[str, Any] = {"shard_placement_fn": place, "mp_policy": policy, "offload_policy": home}
     fully_shard(unit, mesh=mesh, reshard_after_forward=after, **how)
     if after and neighbours is not None:
-        _shard_after_forward(unit, neighbours)
-
-
-def _shard_after_forward(unit: nn.Module, neighbours: DeviceMesh) -> None:
-    """Shard the weights of a unit over neighbours between forward and backward.
-
-    `fully_shard` with a number of ranks would make process groups for each unit. They are made by all processes of a
-    run, and stages of a pipeline have different units.
-    """
-    info = HSDPMeshInfo(neighbours, shard_mesh_dim=1, replicate_mesh_dim=0)
-    for group in parameter_groups(unit._get_fsdp_state()):
-        group.post_forward_mesh_info = info
-        for of in group.fsdp_params:
-            of.post_forward_mesh_info = info
-            of._init_sharded_post_forward_param_metadata(torch.empty(of._orig_size, device="meta"))
-            if of.is_dtensor:
-                of.to_sharded_post_forward = functools.partial(_shard_local_part, of)
-
-
-def _shard_local_part(of: Any) -> None:
-    """Shard the local part of a weight that tensor parallelism has divided.
-
-    FSDP2 refuses such weights, because the DTensor that a module has until the backward does not name the
-    tensor-parallel ranks. Nothing computes with that one.
-    """
-    divided, of.is_dtensor = of.is_dtensor, False
-    try:
-        type(of).to_sharded_post_forward(of)
-    finally:
-        of.is_dtensor = divided
+        shard_over_neighbours(unit, neighbours)
 
 
 def _make_units_of_experts(

@@ -86,7 +86,7 @@ def reduce_and_gather(count: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     assert group is not None
     QuantisedReduceScatter(bits)(reduced, gradients, group, dist.ReduceOp.SUM)
     own = gathered.chunk(size)[rank].copy_(gradients[:count])  # FSDP2 gathers in place
-    QuantisedAllGather()(gathered, own, group)
+    QuantisedAllGather(size)(gathered, own, group)
     return gradients.cpu(), reduced.cpu(), gathered.cpu()
 
 

@@ -7,13 +7,19 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from support.families import FAMILIES
 from support.markers.slow import slow_if
-from support.parallel_training import Run, train_alone, train_together
+from support.parallel_training import Outcome, Run, joined, train, train_alone, train_together
 from support.processes import run_in_processes
 from support.samples.collectives import GATHER, LAYERS, RUN, UNITS, Collectives, Counting
+from support.trainer_harness import LanguageModel
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
@@ -46,6 +52,81 @@ def test_frozen_adapted_and_tied_weights(family: str) -> None:
     run = Run(family=family, batch=4)
     errors = train_together(4, run, {"zero_stage": 3, "zero_shard_size": 2}).worst_error(train_alone(run))
     assert all(error <= 1e-5 for error in errors.values()), errors
+
+
+def with_trained_norms(**sizes: Any) -> nn.Module:
+    """A model whose norms have different weights, as those of trained models: their blocks are not rounded exactly."""
+    model = FAMILIES["llama_gqa"].build(**sizes)
+    generator = torch.Generator().manual_seed(3)
+    for p in model.parameters():
+        if p.ndim == 1:
+            p.data = 0.5 + torch.rand(p.shape, generator=generator)
+    return model
+
+
+def test_quantised_weights_are_not_rounded_again() -> None:
+    """The backward has the weights of the forward, and results are those without neighbours."""
+    run = Run(family=with_trained_norms, batch=4, layers=3)
+    settings = {"zero_stage": 3, "alpha": 0.5, "zero_communication": "int8"}
+    near, all_ranks = (train_together(4, run, settings | more) for more in ({"zero_shard_size": 2}, {}))
+    assert near.losses == pytest.approx(all_ranks.losses, rel=1e-6)
+    for name, gradient in near.gradients.items():
+        assert (gradient - all_ranks.gradients[name]).norm() <= 1e-5 * gradient.norm()
+
+
+def test_experts_that_more_processes_hold() -> None:
+    """Their number of replicas does not divide that of the experts, so that another dimension is sharded."""
+    run = Run(family="mixtral", batch=8, accumulate=2)
+    settings = {"zero_stage": 3, "zero_shard_size": 2, "alpha": 0.5, "expert_parallel_size": 2}
+    errors = train_together(8, run, settings).worst_error(train_alone(run))
+    assert all(error <= 1e-5 for error in errors.values()), errors
+
+
+class LooksAtWeights(Callback):
+    """Notes norms of the weights of layers between forward and backward."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, Any] = {}
+
+    @override
+    def on_before_backward(self, trainer: Trainer, module: LightningModule, loss: Tensor) -> None:
+        seen = {name: p.full_tensor() for name, p in module.model.model.layers.named_parameters()}  # type: ignore
+        self.notes.setdefault("norms", {name: float(t.norm()) for name, t in seen.items()})
+
+
+def test_weights_between_forward_and_backward() -> None:
+    run = Run(family="llama_gqa", batch=4, layers=2)
+    settings = {"zero_stage": 3, "alpha": 0.5, "tensor_parallel_size": 2}
+    near, all_ranks = (
+        train_together(8, run, settings | more, watch=LooksAtWeights).notes["norms"]
+        for more in ({"zero_shard_size": 2}, {})
+    )
+    assert near[0].keys() == all_ranks[0].keys() and near[0]
+    for norms in near:
+        assert norms == pytest.approx(all_ranks[0], rel=1e-6)
+
+
+def penalised(module: LanguageModel, batch: dict[str, Tensor]) -> Tensor:
+    squares = [p.float().square().sum() for p in module.parameters()]
+    loss: Tensor = module.model(**batch).loss
+    return loss + 0.01 * sum(t.full_tensor() if isinstance(t, DTensor) else t for t in squares)
+
+
+def train_penalised(run: Run, settings: dict[str, Any]) -> Outcome:
+    with mock.patch.object(LanguageModel, "loss", penalised):
+        return train(run, settings)
+
+
+def test_terms_of_the_loss_that_are_computed_from_weights() -> None:
+    run, settings = Run(family="llama_gqa", batch=4, layers=2), {"zero_stage": 3, "alpha": 0.5}
+    near, all_ranks = (
+        joined(run_in_processes(4, train_penalised, run, settings | more), settings)
+        for more in ({"zero_shard_size": 2}, {})
+    )
+    for name, gradient in near.gradients.items():
+        assert (gradient - all_ranks.gradients[name]).norm() <= 1e-6 * gradient.norm()
+    plain = train_together(4, run, settings)
+    assert any((g - plain.gradients[name]).norm() > 0.01 * g.norm() for name, g in near.gradients.items())
 
 
 class GroupSizes(Counting):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from support.markers.slow import slow_if
-from support.parallel_training import Run, train_together
+from support.parallel_training import Run, train_alone, train_together
 from support.samples.collectives import EXPECTED, GATHER, RUN, Collectives
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -28,6 +28,34 @@ def _parameters(module: torch.nn.Module) -> list[Any]:
 def _gathered_bytes(module: torch.nn.Module) -> int:
     """Memory of whole weights, gathered for computing."""
     return sum(t.untyped_storage().nbytes() for p in _parameters(module) for t in p.all_gather_outputs)
+
+
+class EvaluatesBeforeStep(Callback):
+    """Runs the model between the backward and the step of the optimizer."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, Any] = {}
+
+    @override
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        with torch.no_grad():
+            module.model(input_ids=torch.arange(16, device=module.device)[None])
+
+
+@slow_if(lambda settings: settings["zero_stage"] != 3)
+@pytest.mark.parametrize(
+    "settings",
+    [{"zero_stage": 0}, {"zero_stage": 2}, {"zero_stage": 3}, {"zero_stage": 3, "zero_shard_size": 2}],
+    ids=str,
+)
+def test_an_evaluation_before_the_optimizers_step_leaves_no_old_weights(settings: dict[str, Any]) -> None:
+    run = Run(family="llama_gqa", batch=4, precision="bf16-mixed" if settings["zero_stage"] == 0 else "32-true")
+    outcome = train_together(4, run, settings, watch=EvaluatesBeforeStep)
+    other = train_together(4, run, settings)
+    assert outcome.losses == pytest.approx(other.losses, rel=1e-6)
+    if run.precision == "32-true":
+        errors = outcome.worst_error(train_alone(run))
+        assert all(error <= 1e-5 for error in errors.values()), errors
 
 
 class StateBytes(Callback):
