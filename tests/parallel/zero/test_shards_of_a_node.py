@@ -74,6 +74,7 @@ def test_quantised_weights_are_not_rounded_again() -> None:
         assert (gradient - all_ranks.gradients[name]).norm() <= 1e-5 * gradient.norm()
 
 
+@pytest.mark.slow
 def test_experts_that_more_processes_hold() -> None:
     """Their number of replicas does not divide that of the experts, so that another dimension is sharded."""
     run = Run(family="mixtral", batch=8, accumulate=2)
@@ -94,6 +95,7 @@ class LooksAtWeights(Callback):
         self.notes.setdefault("norms", {name: float(t.norm()) for name, t in seen.items()})
 
 
+@pytest.mark.slow
 def test_weights_between_forward_and_backward() -> None:
     run = Run(family="llama_gqa", batch=4, layers=2)
     settings = {"zero_stage": 3, "alpha": 0.5, "tensor_parallel_size": 2}
@@ -163,7 +165,7 @@ def test_beside_other_sizes(other: dict[str, int]) -> None:
         assert (counts[4], counts[2]) == (layers * passes + units, layers * passes)
 
 
-@slow_if(lambda family, other: family != "llama_gqa" or other)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "other"),
     [
