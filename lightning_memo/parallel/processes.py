@@ -220,13 +220,13 @@ class Processes:
         stack.callback(self.current_layout.clear)
         self._outside = [unit for unit in module.children() if isinstance(unit, FSDPModule)]
 
-    # ---- batches
-
     def after_step(self, module: nn.Module) -> None:
         """Forget copies of weights that a step of an optimizer has changed. All processes of a pipeline call this."""
         forget_gathered(module)
         if self.pipeline is not None:
             self.pipeline.after_step()
+
+    # ---- batches
 
     @property
     def cuts_tokens(self) -> bool:
