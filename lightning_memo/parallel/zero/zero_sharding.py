@@ -39,6 +39,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import unserializable_hook
 
 from lightning_memo.parallel.device_mesh import ExpertMeshes
 from lightning_memo.parallel.local_tensors import local_part
@@ -112,6 +113,8 @@ def shard_state(
         if owner is not None:
             _gather_with(unit, owner, again=zero.stage == 3)
     _set_communication(fsdp_units(module), zero.communication)
+    for unit in fsdp_units(module):
+        _order_gradients(unit)
     for name in forwards:
         register_fsdp_forward_method(module, name)
 
@@ -122,6 +125,25 @@ def _set_communication(units: Iterable[FSDPModule], communication: str) -> None:
         unit.set_force_sum_reduction_for_comms(True)
         if communication != "none":
             send_quantised(unit, communication)
+
+
+def _order_gradients(unit: FSDPModule) -> None:
+    """Let autograd wait for reductions before it adds to gradients of shards itself.
+
+    It does so for terms of the loss that are computed from weights. FSDP2 writes reduced gradients on a stream of its
+    own, and would overwrite those of a term that was computed before the model.
+    """
+    for group in parameter_groups(unit._get_fsdp_state()):
+        for of in group.fsdp_params:
+            trained = of.sharded_param.requires_grad
+            of.sharded_param.requires_grad_(True)  # weights may be trained later on
+            of.sharded_param.register_hook(unserializable_hook(functools.partial(_wait_for_reduction, group)))
+            of.sharded_param.requires_grad_(trained)
+
+
+def _wait_for_reduction(group: Any, gradient: Tensor) -> None:
+    if group._post_reduce_event is not None:
+        group.device_handle.current_stream().wait_event(group._post_reduce_event)
 
 
 def _make_unit(
@@ -160,8 +182,9 @@ def _make_unit(
         replicate(unit, mesh=mesh, mp_policy=policy, offload_policy=home)
         return
     after = again and stage == 3
-    how: dict[str, Any] = {"shard_placement_fn": place, "mp_policy": policy, "offload_policy": home}
-    fully_shard(unit, mesh=mesh, reshard_after_forward=after, **how)
+    fully_shard(
+        unit, mesh=mesh, reshard_after_forward=after, shard_placement_fn=place, mp_policy=policy, offload_policy=home
+    )
     if after and neighbours is not None:
         shard_over_neighbours(unit, neighbours)
 

@@ -7,19 +7,16 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from support.families import FAMILIES
 from support.markers.slow import slow_if
-from support.parallel_training import Outcome, Run, joined, train, train_alone, train_together
+from support.parallel_training import Run, train_alone, train_together
 from support.processes import run_in_processes
 from support.samples.collectives import GATHER, LAYERS, RUN, UNITS, Collectives, Counting
-from support.trainer_harness import LanguageModel
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
@@ -106,29 +103,6 @@ def test_weights_between_forward_and_backward() -> None:
     assert near[0].keys() == all_ranks[0].keys() and near[0]
     for norms in near:
         assert norms == pytest.approx(all_ranks[0], rel=1e-6)
-
-
-def penalised(module: LanguageModel, batch: dict[str, Tensor]) -> Tensor:
-    squares = [p.float().square().sum() for p in module.parameters()]
-    loss: Tensor = module.model(**batch).loss
-    return loss + 0.01 * sum(t.full_tensor() if isinstance(t, DTensor) else t for t in squares)
-
-
-def train_penalised(run: Run, settings: dict[str, Any]) -> Outcome:
-    with mock.patch.object(LanguageModel, "loss", penalised):
-        return train(run, settings)
-
-
-def test_terms_of_the_loss_that_are_computed_from_weights() -> None:
-    run, settings = Run(family="llama_gqa", batch=4, layers=2), {"zero_stage": 3, "alpha": 0.5}
-    near, all_ranks = (
-        joined(run_in_processes(4, train_penalised, run, settings | more), settings)
-        for more in ({"zero_shard_size": 2}, {})
-    )
-    for name, gradient in near.gradients.items():
-        assert (gradient - all_ranks.gradients[name]).norm() <= 1e-6 * gradient.norm()
-    plain = train_together(4, run, settings)
-    assert any((g - plain.gradients[name]).norm() > 0.01 * g.norm() for name, g in near.gradients.items())
 
 
 class GroupSizes(Counting):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from support.markers.slow import slow_if
-from support.parallel_training import Run, train_alone, train_together
+from support.parallel_training import Outcome, Run, joined, train, train_alone, train_together
+from support.processes import run_in_processes
 from support.samples.collectives import EXPECTED, GATHER, RUN, Collectives
+from support.trainer_harness import LanguageModel
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_memo.parallel.local_tensors import local_part
@@ -30,6 +34,31 @@ def _gathered_bytes(module: torch.nn.Module) -> int:
     return sum(t.untyped_storage().nbytes() for p in _parameters(module) for t in p.all_gather_outputs)
 
 
+def penalised(module: LanguageModel, batch: dict[str, Tensor]) -> Tensor:
+    # Computed before the model, so that autograd comes to it when gradients of the layers have been reduced.
+    squares = [p.float().square().sum() for p in module.parameters()]
+    loss: Tensor = module.model(**batch).loss
+    return loss + 0.01 * sum(t.full_tensor() if isinstance(t, DTensor) else t for t in squares)
+
+
+def train_penalised(run: Run, settings: dict[str, Any]) -> Outcome:
+    with mock.patch.object(LanguageModel, "loss", penalised):
+        return train(run, settings)
+
+
+SETTINGS = [{"zero_stage": 0}, {"zero_stage": 2}, {"zero_stage": 3}, {"zero_stage": 3, "zero_shard_size": 2}]
+
+
+@slow_if(lambda settings: settings != {"zero_stage": 3})
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_terms_of_the_loss_that_are_computed_from_weights(settings: dict[str, Any]) -> None:
+    run = Run(family="llama_gqa", batch=4, layers=3)
+    (alone,) = run_in_processes(1, train_penalised, run, {"alpha": 0.5})
+    errors = joined(run_in_processes(4, train_penalised, run, settings | {"alpha": 0.5}), settings).worst_error(alone)
+    assert all(error <= 1e-5 for error in errors.values()), errors
+    assert alone.losses[0] > 1.5 * train_alone(run).losses[0]  # with the term
+
+
 class EvaluatesBeforeStep(Callback):
     """Runs the model between the backward and the step of the optimizer."""
 
@@ -43,11 +72,7 @@ class EvaluatesBeforeStep(Callback):
 
 
 @slow_if(lambda settings: settings != {"zero_stage": 3})
-@pytest.mark.parametrize(
-    "settings",
-    [{"zero_stage": 0}, {"zero_stage": 2}, {"zero_stage": 3}, {"zero_stage": 3, "zero_shard_size": 2}],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_an_evaluation_before_the_optimizers_step_leaves_no_old_weights(settings: dict[str, Any]) -> None:
     run = Run(family="llama_gqa", batch=4, precision="bf16-mixed" if settings["zero_stage"] == 0 else "32-true")
     outcome = train_together(4, run, settings, watch=EvaluatesBeforeStep)
