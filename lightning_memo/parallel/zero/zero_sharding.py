@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -39,7 +40,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import unserializable_hook
 
 from lightning_memo.parallel.device_mesh import ExpertMeshes
 from lightning_memo.parallel.local_tensors import local_part
@@ -50,6 +50,9 @@ from lightning_memo.parallel.zero.quantised_collectives import send_quantised
 
 # Attribute of a unit whose weights are gathered with those of the layer around it.
 _WITH_LAYER = "_lightning_memo_with_layer"
+
+# Attribute of FSDP2's description of a parameter: the node that adds to the gradient of the shard.
+_ACCUMULATES = "_lightning_memo_accumulates"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +140,13 @@ def _order_gradients(unit: FSDPModule) -> None:
         for of in group.fsdp_params:
             trained = of.sharded_param.requires_grad
             of.sharded_param.requires_grad_(True)  # weights may be trained later on
-            of.sharded_param.register_hook(unserializable_hook(functools.partial(_wait_for_reduction, group)))
+            node = get_gradient_edge(of.sharded_param).node  # a hook on the tensor would be taken for one of a user's
+            node.register_prehook(functools.partial(_wait_for_reduction, group))
+            setattr(of, _ACCUMULATES, node)  # the tensor does not keep it
             of.sharded_param.requires_grad_(trained)
 
 
-def _wait_for_reduction(group: Any, gradient: Tensor) -> None:
+def _wait_for_reduction(group: Any, gradients: tuple[Tensor, ...]) -> None:
     if group._post_reduce_event is not None:
         group.device_handle.current_stream().wait_event(group._post_reduce_event)
 
