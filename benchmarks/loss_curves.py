@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
@@ -65,7 +65,14 @@ class Comparison:
         """Train, write the raw file and draw it; with `--draw`, only draw."""
         parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         parser.add_argument("--draw", action="store_true", help="only draw the picture from the JSON file")
-        if not parser.parse_args().draw:
+        parser.add_argument("--more", type=int, default=0, help="add runs of so many further seeds to the JSON file")
+        options = parser.parse_args()
+        if options.more:
+            report = json.loads(self.results.read_text(encoding="utf-8"))
+            last = max(int(seed) for runs in report["runs"].values() for seed in runs)
+            report.setdefault("added", []).append(_circumstances())
+            self._train_seeds(report, range(last + 1, last + 1 + options.more))
+        elif not options.draw:
             self._run()
         report = json.loads(self.results.read_text(encoding="utf-8"))
         runs: Runs = report["runs"]
@@ -83,14 +90,17 @@ class Comparison:
 
     def _run(self) -> None:
         report: dict[str, Any] = {
-            **circumstances(("torch", "transformers", "lightning", "lightning_memo")),
+            **_circumstances(),
             "settings": list(self.settings),
             "controls": {
                 name: self._train([*settings, f"seed={_SEEDS[0]}"]) for name, settings in self.controls.items()
             },
             "runs": {name: {} for name in self.runs},
         }
-        for seed in _SEEDS:
+        self._train_seeds(report, _SEEDS)
+
+    def _train_seeds(self, report: dict[str, Any], seeds: Iterable[int]) -> None:
+        for seed in seeds:
             for name, settings in self.runs.items():
                 report["runs"][name][str(seed)] = self._train([*settings, f"seed={seed}"])
             with replacing(self.results) as unfinished:  # all runs of the seeds so far
@@ -144,6 +154,10 @@ _LOSSES: Final[Mapping[str, Callable[[Run], float]]] = {
     f"training loss of the last {_LAST_STEPS} steps": lambda run: fmean(run["losses"][-_LAST_STEPS:]),
     "validation loss": lambda run: float(run["validation_loss"]),
 }
+
+
+def _circumstances() -> dict[str, Any]:
+    return circumstances(("torch", "transformers", "lightning", "lightning_memo"))
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float, float]:

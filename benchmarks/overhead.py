@@ -9,11 +9,11 @@ Each method trains the same model with its own `Trainer` in its own process. Onc
 planned, the processes take turns: one trains briefly while the others sleep, and a round has one turn of each. A step
 lasts from one `on_train_batch_start` to the next, so it includes all work of Lightning and the callbacks. The number of
 a turn is the median of its steps. Ratios are computed within a round, so that a machine that slows down for a while
-affects both. All processes are launched several times, because two processes that do the same differ by some percent,
-depending on where their memory lies. What is reported is the mean over launches of the median over rounds, with the
-95 % interval of a bootstrap over both, for the wall time and for the time that the process ran on a core, which other
-programs disturb less. "again" is plain Lightning a second time: its ratio should be 1, and its deviation shows the
-accuracy of the others.
+affects both. All processes are launched several times, each of them first in turn, because two processes that do the
+same differ by some percent, depending on where their memory lies and on which one was started first. What is reported
+is the mean over launches of the median over rounds, with the 95 % interval of a bootstrap over both, for the wall time
+and for the time that the process ran on a core, which other programs disturb less. "again" is plain Lightning a second
+time: its ratio should be 1, and its deviation shows the accuracy of the others.
 
 "checked" and "unchecked" swap half of the tokens, with and without `check_slices`. A layer is compared with itself in
 every 64th step, so a turn needs 64 steps, and its number is their mean.
@@ -164,11 +164,13 @@ def _train(method: str, shape: tuple[int, int], tokens: int, orders: Connection,
 class Rounds:
     """The processes that train one setting with different methods, turn by turn."""
 
-    def __init__(self, shape: tuple[int, int], tokens: int, options: argparse.Namespace) -> None:
+    def __init__(self, shape: tuple[int, int], tokens: int, options: argparse.Namespace, launch: int) -> None:
         # Each process has its own threads and allocator; imports are shared.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["lightning.pytorch", "lightning_memo", "transformers"])
-        self.steps: dict[str, list[tuple[float, float]]] = {method: [] for method in (options.base, *options.methods)}
+        methods = [options.base, *options.methods]
+        first = launch % len(methods)  # a process that is started first is up to 2 % slower, so each is first at times
+        self.steps: dict[str, list[tuple[float, float]]] = {m: [] for m in methods[first:] + methods[:first]}
         self._pipes, self._processes = {}, []
         for method in self.steps:
             here, there = context.Pipe()
@@ -217,15 +219,15 @@ def ratio(seconds: Sequence[Sequence[float]], base: Sequence[Sequence[float]]) -
 
 def _measure(shape: tuple[int, int], tokens: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     launches = []
-    for _ in range(options.launches):
-        rounds = Rounds(shape, tokens, options)
+    for launch in range(options.launches):
+        rounds = Rounds(shape, tokens, options, launch)
         rounds.run(options.rounds)
         rounds.end()
         launches.append({method: [*zip(*steps, strict=True)] for method, steps in rounds.steps.items()})
     sizes = {"layers": shape[0], "hidden": shape[1], "tokens": tokens}
     base, base_core = zip(*(steps[options.base] for steps in launches), strict=True)
     rows = []
-    for method in launches[0]:
+    for method in (options.base, *options.methods):
         seconds, core = zip(*(steps[method] for steps in launches), strict=True)
         samples = {"seconds": seconds, "core_seconds": core}
         medians = {f"median_{name}": float(np.median(values)) for name, values in samples.items()}
