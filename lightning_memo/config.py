@@ -40,6 +40,9 @@ _ALLOWED_IN_FP8: Final[dict[str, tuple[Any, ...]]] = {
     "slice_tokens": ("auto",),
 }
 
+# The settings of pipelines with their defaults.
+_PIPELINED = {"virtual_pipeline_size": 1, "pipeline_schedule": "1f1b", "pipeline_layers": None, "micro_batch_size": 1}
+
 # The values of settings beside which a pipeline runs.
 _ALLOWED_IN_PIPELINES: Final[dict[str, tuple[Any, ...]]] = {
     "offload_state": (False,),
@@ -66,6 +69,7 @@ class MemoConfig:
     expert_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     virtual_pipeline_size: int = 1
+    pipeline_schedule: str = "1f1b"
     pipeline_layers: Sequence[int] | None = None
     micro_batch_size: int = 1
     zero_stage: int = 0
@@ -177,6 +181,7 @@ class MemoConfig:
 
     def _check_pipeline(self) -> None:
         _check_count("pipeline_parallel_size", self.pipeline_parallel_size)
+        _check_choice("pipeline_schedule", self.pipeline_schedule, ("1f1b", "zero_bubble"))
         _check_count("virtual_pipeline_size", self.virtual_pipeline_size, of="blocks of layers")
         _check_count("micro_batch_size", self.micro_batch_size, of="rows")
         layers = self.pipeline_layers
@@ -188,11 +193,11 @@ class MemoConfig:
             )
         stages, every = self.pipeline_parallel_size, self.pipeline_parallel_size * self.virtual_pipeline_size
         if stages == 1:
-            for name, default in (("virtual_pipeline_size", 1), ("pipeline_layers", None), ("micro_batch_size", 1)):
+            for name, default in _PIPELINED.items():
                 if getattr(self, name) != default:
                     raise ValueError(
                         f"{name}={getattr(self, name)!r} is for a pipeline, and pipeline_parallel_size=1 is none: set "
-                        f"pipeline_parallel_size, or {name}={default}"
+                        f"pipeline_parallel_size, or {name}={default!r}"
                     )
             return
         if layers is not None and len(layers) != every:
@@ -204,6 +209,10 @@ class MemoConfig:
             raise ValueError(
                 f"{name}={getattr(self, name)!r} is not supported with pipeline_parallel_size={stages}: set {name}="
                 f"{_ALLOWED_IN_PIPELINES[name][0]!r}, or pipeline_parallel_size=1"
+            )
+        if self.pipeline_schedule == "zero_bubble" and self.zero_stage > 1:
+            raise ValueError(
+                f'pipeline_schedule="zero_bubble" is for zero_stage=0 and 1, not {self.zero_stage}: set 1, or "1f1b"'
             )
 
     def _first_other(self, allowed: Mapping[str, tuple[Any, ...]]) -> str:

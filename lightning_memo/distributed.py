@@ -266,7 +266,7 @@ class DistributedStrategy(CheckpointingStrategy):
             refuse_early_gradients(trainer)  # hooks may be new
             return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
-        layers = StageLayers(engine, pipeline.in_flight)
+        layers = StageLayers(engine, pipeline.in_flight, pipeline.waiting)
         pipeline.train(layers, lambda: runtime.before_backward(None), drops_gradients)
 
     def _release_model(self) -> None:

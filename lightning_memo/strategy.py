@@ -55,6 +55,8 @@ class MemoStrategy(DistributedStrategy):
             through them in micro-batches.
         virtual_pipeline_size: Number of blocks of layers of each stage. Micro-batches pass through all stages once for
             each, and stages wait less for each other (Megatron's interleaved pipelines).
+        pipeline_schedule: "1f1b", or "zero_bubble": stages compute gradients of weights while they would wait for each
+            other, and have the memory for those that come later. For `zero_stage` 0 and 1.
         pipeline_layers: Number of layers of each block, in order. `None` divides them by their weights, and the head's.
         micro_batch_size: Number of rows of a batch that a stage of a pipeline computes at once.
         zero_stage: ZeRO stage, by FSDP2: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
@@ -139,6 +141,7 @@ class MemoStrategy(DistributedStrategy):
         expert_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         virtual_pipeline_size: int = 1,
+        pipeline_schedule: str = "1f1b",
         pipeline_layers: Sequence[int] | None = None,
         micro_batch_size: int = 1,
         zero_stage: int = 0,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from lightning_memo.engine import Engine
 
 
@@ -13,10 +15,11 @@ class StageLayers:
     Args:
         engine: The engine.
         in_flight: Largest number of micro-batches in flight, for each block of layers of the stage.
+        waiting: Largest number of backwards whose gradients of weights wait.
     """
 
-    def __init__(self, engine: Engine, in_flight: Sequence[int]) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, in_flight: Sequence[int], waiting: int) -> None:
+        self._engine, self._waiting = engine, waiting
         engine.micro_batches.in_flight = tuple(in_flight)
 
     def profiles(self, batch: int, tokens: int) -> bool:
@@ -41,3 +44,13 @@ class StageLayers:
             micro_batches.begin_alone(block, backward)
         else:
             micro_batches.begin(number, block, self._engine.swap)
+
+    def is_reused(self, t: Tensor) -> bool:
+        """Return whether a tensor lies in a rounding buffer."""
+        memory = self._engine.memory
+        return memory is not None and memory.holds(t)
+
+    def note_waiting(self, size_bytes: int) -> None:
+        """Take note of the memory that a backward leaves for the gradients of weights."""
+        micro_batches = self._engine.micro_batches
+        micro_batches.waiting_bytes = max(micro_batches.waiting_bytes, self._waiting * size_bytes)

@@ -28,6 +28,11 @@ class RoundingBuffers:
         """Number of buffers that a slot occupies."""
         return sum(owner is not None for owner in self._owners)
 
+    def holds(self, t: Tensor) -> bool:
+        """Whether a tensor lies in one of the buffers."""
+        storage = t.untyped_storage().data_ptr()
+        return any(buffer.untyped_storage().data_ptr() == storage for buffer in self._buffers)
+
     def is_free(self, call: int) -> bool:
         """Whether no slot occupies the buffer of a layer call."""
         return self._owners[call % 2] is None

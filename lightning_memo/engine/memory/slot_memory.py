@@ -124,6 +124,10 @@ class SlotMemory:
     def _arenas(self) -> tuple[HostArena, ...]:
         return self.arena, self.gradient_arena, self.state_arena
 
+    def holds(self, t: Tensor) -> bool:
+        """Whether a tensor on the device lies in a rounding buffer."""
+        return self._rounding.holds(t)
+
     def lease(self, call: int, swap: bool, size: SlotSize | None = None) -> Slot:
         """Return a slot with a device buffer that the forward can write into.
 

@@ -21,7 +21,7 @@ from lightning_memo.parallel.pipeline.pipelined_model import PipelinedModel, Sta
 from lightning_memo.parallel.pipeline.stage_forward import StageForward
 from lightning_memo.parallel.pipeline.stage_messages import StageMessages
 from lightning_memo.parallel.pipeline.stage_modules import StagedModel
-from lightning_memo.parallel.pipeline.stage_order import most_in_flight
+from lightning_memo.parallel.pipeline.stage_order import most_in_flight, most_waiting
 from lightning_memo.parallel.pipeline.tied_weights import TiedWeights
 from lightning_memo.parallel.zero.gradient_places import Gradients, gradient_places
 from lightning_memo.parallel.zero.units_in_flight import UnitsInFlight
@@ -65,6 +65,11 @@ class Pipeline:
     def in_flight(self) -> tuple[int, ...]:
         """Largest number of micro-batches that are in flight, for each block of layers of this stage."""
         return most_in_flight(self.stage, self._sizes.pipeline, self._sizes.blocks)
+
+    @property
+    def waiting(self) -> int:
+        """Largest number of backwards of a block of layers of this stage whose gradients of weights wait."""
+        return most_waiting(self.stage) if self._config.pipeline_schedule == "zero_bubble" else 0
 
     def prepare(self, module: nn.Module) -> None:
         """Find out what belongs to which stage, while each process can run the whole model. Sends nothing.
@@ -110,6 +115,7 @@ class Pipeline:
             units=UnitsInFlight(module, zero_stage),
             agreement=self._agreement,
             after_backward=functools.partial(self._tied.add_gradients, gradients),
+            zero_bubble=self._config.pipeline_schedule == "zero_bubble",
         )
         return model, self._run
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -27,12 +28,8 @@ from lightning_memo.parallel.pipeline.batch_rows import batch_size, micro_batche
 from lightning_memo.parallel.pipeline.held_gradients import HeldGradients
 from lightning_memo.parallel.pipeline.stage_forward import StageEndError, StageForward
 from lightning_memo.parallel.pipeline.stage_messages import StageMessages
-from lightning_memo.parallel.pipeline.stage_order import (
-    StageAction,
-    forwards_only,
-    one_by_one,
-    training_order,
-)
+from lightning_memo.parallel.pipeline.stage_order import StageAction, forwards_only, one_by_one, training_order
+from lightning_memo.parallel.pipeline.weight_gradients import WeightGradients
 from lightning_memo.parallel.zero.gradient_places import GradientPlace
 from lightning_memo.parallel.zero.units_in_flight import UnitsInFlight
 from lightning_memo.utils.class_names import class_name
@@ -64,6 +61,12 @@ class StageEngine(Protocol):
             backward: Whether the backward begins.
             alone: Whether no other one is in flight.
         """
+
+    def is_reused(self, t: Tensor) -> bool:
+        """Return whether something else is written into the memory of a tensor after the backward of its layer."""
+
+    def note_waiting(self, size_bytes: int) -> None:
+        """Take note of the memory that a backward leaves for the gradients of weights."""
 
 
 class NothingButLossError(ValueError, AttributeError):
@@ -116,6 +119,7 @@ class PipelinedModel:
         units: The units of FSDP2.
         agreement: Compares numbers of the processes.
         after_backward: Called after the last backward of a batch, with its gradients in their places.
+        zero_bubble: Whether gradients of weights are computed later than those of hidden states.
 
     Attributes:
         engine: Runs the layers; `None` if nothing is trained.
@@ -134,10 +138,13 @@ class PipelinedModel:
         units: UnitsInFlight,
         agreement: BatchAgreement,
         after_backward: Callable[[], None],
+        zero_bubble: bool,
     ) -> None:
         self._model, self._forward, self._messages = model, forward, messages
         self._micro_batch_size, self._current, self._gradients = micro_batch_size, current_layout, gradients
         self._units, self._agreement, self._after_backward = units, agreement, after_backward
+        # On the first stage, none waits for another stage.
+        self._weights = WeightGradients(self._is_reused) if zero_bubble and messages.stage else None
         self._frozen: set[nn.Parameter] = set()
         self.engine: StageEngine | None = None
         self.before_backward: Callable[[], None] = lambda: None
@@ -179,12 +186,13 @@ class PipelinedModel:
         if not torch.is_grad_enabled():
             return PipelineOutput(self._share(self._run(forwards_only(len(micro_batches), *self._sizes), run), before))
         alone = self._profiles(micro_batches[0])
-        order = one_by_one(len(micro_batches), self._forward.blocks) if alone else self._order(len(micro_batches))
+        order = self._order(len(micro_batches), alone)
         held = HeldGradients(self._gradients, self._agreement.check_factor)
         if self.drops_gradients():
             for place in self._gradients:
                 place.grad = place.parameter.grad = None
-        with self._units.accumulating(), held.collecting():
+        weights = nullcontext() if self._weights is None else self._weights.computing_linear()
+        with self._units.accumulating(), held.collecting(), weights:
             value = self._share(self._run(order, functools.partial(run, alone=alone)), before)
             self._after_backward()
         return PipelineOutput(held.loss(value))
@@ -210,9 +218,14 @@ class PipelinedModel:
                     "pipeline_parallel_size=1"
                 )
 
-    def _order(self, micro_batches: int) -> list[StageAction]:
-        stages, blocks = self._sizes
-        return training_order(self._messages.stage, stages, micro_batches, blocks)
+    def _order(self, micro_batches: int, alone: bool) -> list[StageAction]:
+        (stages, blocks), weights_wait = self._sizes, self._weights is not None
+        if alone:
+            return one_by_one(micro_batches, blocks, weights_wait)
+        return training_order(self._messages.stage, stages, micro_batches, blocks, weights_wait)
+
+    def _is_reused(self, t: Tensor) -> bool:
+        return self.engine is not None and self.engine.is_reused(t)
 
     def _profiles(self, micro_batch: dict[str, Any]) -> bool:
         """Return whether any process has to profile a micro-batch. Then all of them run one at a time.
@@ -265,7 +278,10 @@ class PipelinedModel:
         action: StageAction,
         alone: bool = True,
     ) -> Tensor | None:
-        """Run a forward or a backward. Returns the loss of a forward on the last stage."""
+        """Run a forward, a backward or what a backward has left. Returns the loss of a forward on the last stage."""
+        if action.weights:
+            self._run_weights(action, alone)
+            return None
         if self.engine is not None and torch.is_grad_enabled():
             self.engine.begin_micro_batch(action.micro_batch, action.block, action.backward, alone)
         arguments = micro_batches[action.micro_batch]
@@ -306,10 +322,21 @@ class PipelinedModel:
         gradient = None if self._ends(action) else self._messages.receive_gradient(hidden)
         if hidden.requires_grad:
             # As in plain training, where an autocast context of the training step has ended before the backward.
-            with torch.autocast(hidden.device.type, enabled=False), self._units.backward(forward):
+            place = action.micro_batch, action.block
+            waiting = nullcontext() if self._weights is None else self._weights.waiting(place)
+            with torch.autocast(hidden.device.type, enabled=False), self._units.backward(forward), waiting:
                 torch.autograd.backward(hidden, gradient)
         for place in self._gradients:
             place.add_up()
         if received is not None:
             own = received.grad if received.grad is not None else torch.zeros_like(received)
             self._messages.send_gradient(own)
+
+    def _run_weights(self, action: StageAction, alone: bool) -> None:
+        assert self._weights is not None and self.engine is not None
+        place = action.micro_batch, action.block
+        if alone:
+            self.engine.note_waiting(self._weights.nbytes(place))
+        self._weights.compute(place)
+        for gradient in self._gradients:
+            gradient.add_up()

@@ -91,7 +91,10 @@ class UnreducedGradient:
         self._of.unsharded_accumulated_grad = None if fits else gradient
 
     def add_up(self) -> None:
-        pass  # FSDP2 does, in the dtype of reductions
+        # FSDP2 does this at the end of a backward, for gradients of weights that did not wait.
+        if hasattr(self._of, "_unsharded_param"):
+            self._of.accumulate_unsharded_grad_if_needed()
+            self._of.to_accumulated_grad_if_needed()
 
     def fill(self) -> None:
         if self.grad is None:

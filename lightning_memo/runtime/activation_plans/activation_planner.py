@@ -210,7 +210,8 @@ class ActivationPlanner(MetersSteps):
         metered, in_flight = self._stop_meter(), engine.micro_batches.in_flight
         working_set = metered or estimated_working_set(profile, None if self.plan is None else self.plan.costs)
         # The input and the output of each block of a pipeline stage stay on the device for each micro-batch in flight.
-        working_set = working_set.with_more((sum(in_flight or (1,)) - 1) * 2 * max(profile.bytes_of("input")))
+        in_pipeline = (sum(in_flight or (1,)) - 1) * 2 * max(profile.bytes_of("input"))
+        working_set = working_set.with_more(in_pipeline + engine.micro_batches.waiting_bytes)
         arena = None if engine.memory is None else engine.memory.arena
         costs = self._raising_together(
             lambda: measured_layer_costs(
