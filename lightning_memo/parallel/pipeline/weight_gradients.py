@@ -47,7 +47,7 @@ class _Product:
     def of_weight(self) -> Tensor:
         """Return the gradient of the weight."""
         x, dy = self.input.flatten(0, -2), self.gradient.flatten(0, -2)
-        return dy.t().mm(x).to(self.weight.dtype)
+        return dy.t().mm(x)
 
 
 class WeightGradients:
@@ -104,7 +104,7 @@ class WeightGradients:
             gradient = products.popleft().of_weight()
             while products:  # memory is given back product by product
                 gradient += products.popleft().of_weight()
-            torch.autograd.backward(weight, gradient)
+            torch.autograd.backward(weight, gradient.to(weight.dtype))
 
     def keep(self, product: _Product, source: object) -> bool:
         """Keep what the gradient of a weight is computed from, if it may wait; returns whether it may.
@@ -164,7 +164,9 @@ class _Linear(torch.autograd.Function):
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # a weight that is cast here would have no gradient anywhere
         try:
-            return _linear(x, weight, bias)
+            out = _linear(x, weight, bias)
+            # Autograd forbids changes in place to views that a Function has made.
+            return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
         finally:
             torch.set_autocast_cache_enabled(cached)
 
@@ -177,5 +179,5 @@ class _Linear(torch.autograd.Function):
             dx = dy.matmul(weight.to(dy.dtype)) if needs_x else None
             db = dy.flatten(0, -2).sum(0).to(ctx.bias_dtype) if needs_bias else None
             product = _Product(weight, x, dy)
-            dw = None if ctx.gradients.keep(product, ctx.source) else product.of_weight()
+            dw = None if ctx.gradients.keep(product, ctx.source) else product.of_weight().to(weight.dtype)
         return dx, dw, db, None, None
