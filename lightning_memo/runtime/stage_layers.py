@@ -19,8 +19,8 @@ class StageLayers:
     """
 
     def __init__(self, engine: Engine, in_flight: Sequence[int], waiting: int) -> None:
-        self._engine, self._waiting = engine, waiting
-        engine.micro_batches.in_flight = tuple(in_flight)
+        self._engine = engine
+        engine.micro_batches.in_flight, engine.micro_batches.waiting = tuple(in_flight), waiting
 
     def profiles(self, batch: int, tokens: int) -> bool:
         """Return whether a micro-batch is going to be profiled, or there is no plan yet: it then runs alone."""
@@ -53,4 +53,4 @@ class StageLayers:
     def note_waiting(self, size_bytes: int) -> None:
         """Take note of the memory that a backward leaves for the gradients of weights."""
         micro_batches = self._engine.micro_batches
-        micro_batches.waiting_bytes = max(micro_batches.waiting_bytes, self._waiting * size_bytes)
+        micro_batches.waiting_bytes = max(micro_batches.waiting_bytes, size_bytes)

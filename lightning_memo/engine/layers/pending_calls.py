@@ -93,13 +93,13 @@ class MicroBatches:
     Attributes:
         in_flight: For each block of layers, the largest number of micro-batches whose layer calls are alive at once;
             `None` without a pipeline.
-        waiting_bytes: Memory of what the gradients of weights are computed from, for all backwards that leave them for
-            later at once.
+        waiting: Largest number of backwards whose gradients of weights wait at once.
+        waiting_bytes: Memory of what one of them leaves for these gradients.
     """
 
     def __init__(self, calls: PendingCalls, groups: OffloadGroups) -> None:
         self.in_flight: tuple[int, ...] | None = None
-        self.waiting_bytes = 0
+        self.waiting = self.waiting_bytes = 0
         self._first_calls: dict[int, int] = {}
         self._calls_of: list[int] = []
         self._calls, self._groups = calls, groups

@@ -69,7 +69,10 @@ class TokenSharing:
         """
         if self.ranks is None or not self.ranks.shares_experts:
             return traits
-        found = torch.tensor([bool(traits.why_whole), bool(traits.why_nest)], dtype=torch.int32, device=device)
+        found = torch.zeros(2, dtype=torch.int32, device=device)
+        for number, why in enumerate((traits.why_whole, traits.why_nest)):
+            if why:
+                found[number].fill_(1)  # for a list of numbers, the host would wait
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.ranks.in_step)
         whole, nest = found.tolist()
         if whole and not traits.why_whole:

@@ -211,7 +211,8 @@ class ActivationPlanner(MetersSteps):
         working_set = metered or estimated_working_set(profile, None if self.plan is None else self.plan.costs)
         # The input and the output of each block of a pipeline stage stay on the device for each micro-batch in flight.
         in_pipeline = (sum(in_flight or (1,)) - 1) * 2 * max(profile.bytes_of("input"))
-        working_set = working_set.with_more(in_pipeline + engine.micro_batches.waiting_bytes)
+        waiting = engine.micro_batches.waiting - bool(metered)  # while it was metered, the gradients of one waited
+        working_set = working_set.with_more(in_pipeline + max(waiting, 0) * engine.micro_batches.waiting_bytes)
         arena = None if engine.memory is None else engine.memory.arena
         costs = self._raising_together(
             lambda: measured_layer_costs(
