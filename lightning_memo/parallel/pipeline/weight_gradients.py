@@ -5,7 +5,8 @@ Within `WeightGradients.computing_linear`, linear layers with a trained weight o
 backward computes the gradient of the input. Within `WeightGradients.waiting`, it keeps the input and the gradient of
 the output for later, and otherwise computes the gradient of the weight at once. Both are the products that autograd
 would compute, and for each weight they are added up in the same order, so that all gradients are those of 1F1B to the
-last bit. Other weights (norms, embeddings, experts in one tensor) get their gradients in the backward.
+last bit. Other weights (norms, embeddings, experts in one tensor, and weights with hooks) get their gradients in the
+backward.
 """
 
 from __future__ import annotations
@@ -133,8 +134,7 @@ class _LinearFunction:
         self._last: tuple[Callable[[], object], int, object] = (lambda: None), 0, None
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        of_its_own = type(weight) in _WEIGHTS and weight.is_leaf and weight.requires_grad
-        if not of_its_own or input.dim() < 2 or not torch.is_grad_enabled():
+        if input.dim() < 2 or not _may_wait(weight) or not torch.is_grad_enabled():
             return _linear(input, weight, bias)
         x, kind = input, input.device.type
         if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
@@ -148,6 +148,12 @@ class _LinearFunction:
             source = object()
             self._last = weakref.ref(input), input._version, source
         return source
+
+
+def _may_wait(weight: Tensor) -> bool:
+    """Return whether a weight is trained and has no hooks, which would get `None` in the backward."""
+    hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
+    return type(weight) in _WEIGHTS and weight.is_leaf and weight.requires_grad and not hooks
 
 
 class _Linear(torch.autograd.Function):

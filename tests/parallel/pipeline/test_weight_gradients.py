@@ -66,6 +66,23 @@ def test_equal_those_of_autograd(dtype: torch.dtype | None, is_reused: Callable[
         assert found is wanted is None or torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_do_not_wait_for_hooks(register: str) -> None:
+    (block, x), (expected, given) = make(), make()
+    seen: list[list[Tensor]] = [[], []]
+    for one, of in zip((block, expected), seen, strict=True):
+        getattr(one.down.weight, register)(lambda t, of=of: of.append((t if t.grad is None else t.grad).clone()))
+    expected(given).square().sum().backward()
+    gradients = WeightGradients(lambda t: False)
+    with gradients.computing_linear():
+        loss = block(x).square().sum()
+        with gradients.waiting(PLACE):
+            loss.backward()
+        assert len(seen[0]) == 1 and block.left.weight.grad is None
+        gradients.compute(PLACE)
+    assert len(seen[1]) == 1 and torch.equal(seen[0][0], seen[1][0])
+
+
 def test_do_not_wait_outside() -> None:
     (block, x), (expected, given) = make(), make()
     expected(given).square().sum().backward()
