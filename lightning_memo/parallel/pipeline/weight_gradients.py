@@ -92,13 +92,13 @@ class WeightGradients:
 
     def nbytes(self, place: Place) -> int:
         """Return how much memory is held for the gradients of weights that wait."""
-        held = [t for product in self._products[place] for t in (product.input, product.gradient)]
+        held = [t for product in self._products.get(place, ()) for t in (product.input, product.gradient)]
         return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in held)}.values())
 
     def compute(self, place: Place) -> None:
         """Compute the gradients of weights that wait, and add them to those of the parameters."""
         of_weights: dict[Tensor, deque[_Product]] = defaultdict(deque)
-        for product in self._products.pop(place):
+        for product in self._products.pop(place, ()):
             of_weights[product.weight].append(product)
         for weight, products in of_weights.items():
             # As autograd does it: what slices of a layer give is added up, and then added to the earlier gradient.
