@@ -24,7 +24,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from lightning_memo.parallel.local_tensors import ShardedHandle, local_part
+
 _linear = F.linear
+_TO_LOCAL: Final = "_ToTorchTensorBackward"  # of `DTensor.to_local`
 _WEIGHTS: Final = (nn.Parameter, DTensor)  # and no classes of quantised weights
 
 Place = tuple[int, int]
@@ -36,7 +39,7 @@ class _Product:
     """What the gradient of a weight is computed from.
 
     Attributes:
-        weight: The weight, `[outputs, inputs]`.
+        weight: The parameter, `[outputs, inputs]`, of which this rank may have a part.
         input: Input of the linear layer, `[..., inputs]`.
         gradient: Gradient of its output, `[..., outputs]`.
     """
@@ -46,7 +49,7 @@ class _Product:
     gradient: Tensor
 
     def of_weight(self) -> Tensor:
-        """Return the gradient of the weight."""
+        """Return the gradient of this rank's part of the weight."""
         x, dy = self.input.flatten(0, -2), self.gradient.flatten(0, -2)
         return dy.t().mm(x)
 
@@ -105,7 +108,7 @@ class WeightGradients:
             gradient = products.popleft().of_weight()
             while products:  # memory is given back product by product
                 gradient += products.popleft().of_weight()
-            torch.autograd.backward(weight, gradient.to(weight.dtype))
+            torch.autograd.backward(weight, _of_parameter(weight, gradient))
 
     def keep(self, product: _Product, source: object) -> bool:
         """Keep what the gradient of a weight is computed from, if it may wait; returns whether it may.
@@ -134,12 +137,13 @@ class _LinearFunction:
         self._last: tuple[Callable[[], object], int, object] = (lambda: None), 0, None
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if input.dim() < 2 or not _may_wait(weight) or not torch.is_grad_enabled():
+        parameter = _parameter_of(weight)
+        if parameter is None or input.dim() < 2 or not torch.is_grad_enabled():
             return _linear(input, weight, bias)
         x, kind = input, input.device.type
         if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
             x = x.to(torch.get_autocast_dtype(kind))
-        out: Tensor = _Linear.apply(x, weight, bias, self._gradients, self._source(input))
+        out: Tensor = _Linear.apply(x, parameter, bias, self._gradients, self._source(input))
         return out
 
     def _source(self, input: Tensor) -> object:
@@ -150,10 +154,19 @@ class _LinearFunction:
         return source
 
 
-def _may_wait(weight: Tensor) -> bool:
-    """Return whether a weight is trained and has no hooks, which would get `None` in the backward."""
-    hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
-    return type(weight) in _WEIGHTS and weight.is_leaf and weight.requires_grad and not hooks
+def _parameter_of(weight: Tensor) -> Tensor | None:
+    """Return the parameter that a weight is, or this rank's part of; `None` if its gradient cannot wait.
+
+    Hooks would get `None` in the backward.
+    """
+    parameter, node = weight, weight.grad_fn
+    if node is not None and node.name() == _TO_LOCAL:
+        parameter = getattr(node.next_functions[0][0], "variable", weight)
+        if not all(placement.is_shard() for placement in getattr(parameter, "placements", ())):
+            return None  # ranks may have parts of the gradient
+    hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    trained = parameter.is_leaf and parameter.requires_grad and not hooks
+    return parameter if trained and type(parameter) in _WEIGHTS else None
 
 
 class _Linear(torch.autograd.Function):
@@ -170,7 +183,7 @@ class _Linear(torch.autograd.Function):
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # a weight that is cast here would have no gradient anywhere
         try:
-            out = _linear(x, weight, bias)
+            out = _linear(x, local_part(weight), bias)
             # Autograd forbids changes in place to views that a Function has made.
             return torch.ops.aten._unsafe_view(out, out.shape) if out._is_view() else out
         finally:
@@ -182,8 +195,13 @@ class _Linear(torch.autograd.Function):
         (x,), weight = ctx.saved_tensors, ctx.weight
         needs_x, _, needs_bias, *_ = ctx.needs_input_grad
         with torch.autocast(x.device.type, enabled=False):
-            dx = dy.matmul(weight.to(dy.dtype)) if needs_x else None
+            dx = dy.matmul(local_part(weight).to(dy.dtype)) if needs_x else None
             db = dy.flatten(0, -2).sum(0).to(ctx.bias_dtype) if needs_bias else None
             product = _Product(weight, x, dy)
-            dw = None if ctx.gradients.keep(product, ctx.source) else product.of_weight().to(weight.dtype)
+            dw = None if ctx.gradients.keep(product, ctx.source) else _of_parameter(weight, product.of_weight())
         return dx, dw, db, None, None
+
+
+def _of_parameter(parameter: Tensor, gradient: Tensor) -> Tensor:
+    gradient = gradient.to(parameter.dtype)
+    return ShardedHandle.of(parameter, None).wrap(gradient) if isinstance(parameter, DTensor) else gradient

@@ -87,7 +87,8 @@ COMBINED = {
 @pytest.mark.parametrize("name", COMBINED)
 def test_combined(name: str) -> None:
     settings, run, stages, processes = COMBINED[name]
-    check(run_of(**run), {"alpha": 0.5} | settings, stages, processes)
+    waiting = check(run_of(**run), {"alpha": 0.5} | settings, stages, processes).notes["waiting"]
+    assert [size > 0 for size in waiting] == [rank >= processes // stages for rank in range(processes)]
 
 
 @slow_if(lambda family: family != "gemma3_mixed_windows")
