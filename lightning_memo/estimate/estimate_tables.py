@@ -113,6 +113,8 @@ def format_parallelism(parallel: Parallelism) -> str:
     sizes = [f"TP {parallel.tp}", f"CP {parallel.cp}", f"DP {parallel.dp}", f"PP {parallel.pp}"]
     if parallel.virtual_pipeline_size > 1:
         sizes[-1] += f" x {parallel.virtual_pipeline_size}"
+    if parallel.weights_wait:
+        sizes[-1] += " zero-bubble"
     if parallel.expert_parallel_size > 1:
         sizes.append(f"EP {parallel.expert_parallel_size}")
     return ", ".join([*sizes, f"ZeRO {parallel.zero_stage}"])

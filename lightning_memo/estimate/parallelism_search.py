@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
 from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.request.candidate_parallelisms import candidate_parallelisms, left_out_sentence
+from lightning_memo.estimate.request.candidate_parallelisms import Sizes, candidate_parallelisms, left_out_sentence
 from lightning_memo.estimate.request.estimate_request import Estimate, Question
 from lightning_memo.estimate.step.step_estimate import estimate
 from lightning_memo.estimate.why_slower import why_slower
@@ -42,7 +42,7 @@ class Ranking:
     alternatives: tuple[Alternative, ...]
 
 
-def search(question: Question, forced: Mapping[str, int] | None = None, report: Report | None = None) -> Ranking:
+def search(question: Question, forced: Sizes | None = None, report: Report | None = None) -> Ranking:
     """Estimate all parallelisms of a question, and rank them.
 
     Args:
@@ -70,7 +70,7 @@ def search(question: Question, forced: Mapping[str, int] | None = None, report: 
 
 
 def longest(
-    question: Question, forced: Mapping[str, int] | None = None, multiple_of: int = 1024, report: Report | None = None
+    question: Question, forced: Sizes | None = None, multiple_of: int = 1024, report: Report | None = None
 ) -> int | None:
     """Return the number of tokens of the longest sequence that fits with any parallelism, or None if none fits.
 

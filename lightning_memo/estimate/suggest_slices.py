@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
 from lightning_memo.estimate.memory.slice_settings import Slices
 from lightning_memo.estimate.parallelism_search import search
+from lightning_memo.estimate.request.candidate_parallelisms import Sizes
 from lightning_memo.estimate.request.estimate_request import Estimate, Question
 
 _MIN_SLICE_TOKENS: Final = 4096
@@ -24,7 +25,7 @@ _SLICE_MODES: Final = (
 """Ways to run slices, the simplest first. Each keeps more on the host than the one before."""
 
 
-def suggest_slices(question: Question, forced: Mapping[str, int]) -> Estimate | None:
+def suggest_slices(question: Question, forced: Sizes) -> Estimate | None:
     """Returns the fastest estimate with slices that fits, or None if slices do not help or are not estimated.
 
     For each way to run slices, the largest slice that fits is tried, a power of two of at least 4096 tokens.
@@ -38,7 +39,7 @@ def suggest_slices(question: Question, forced: Mapping[str, int]) -> Estimate | 
     return next((a for a in fitting if a.step_seconds and a.step_seconds <= _SAME_TIME * min(seconds)), None)
 
 
-def _largest(question: Question, forced: Mapping[str, int], mode: Slices) -> Estimate | None:
+def _largest(question: Question, forced: Sizes, mode: Slices) -> Estimate | None:
     """The estimate with the largest slices that fit. Larger slices need more memory, so that few have to be tried."""
     lengths = list(_lengths(question.seq_len))
     best, low, high = None, 0, len(lengths)

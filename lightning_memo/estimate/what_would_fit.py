@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import Final
 
 from lightning_memo.estimate.memory.layer_buffers import has_known_buffers
 from lightning_memo.estimate.parallelism_search import search
-from lightning_memo.estimate.request.candidate_parallelisms import candidate_parallelisms
+from lightning_memo.estimate.request.candidate_parallelisms import Sizes, candidate_parallelisms
 from lightning_memo.estimate.request.estimate_request import Estimate, Question
 from lightning_memo.estimate.request.training_methods import runs_here
 from lightning_memo.estimate.step.device_bytes import device_state_bytes
@@ -30,7 +30,7 @@ _Variants = Callable[[Question], Iterator[Variant]]
 """Variants of a change, from the smallest to the largest."""
 
 
-def changes_that_fit(question: Question, forced: Mapping[str, int]) -> list[str]:
+def changes_that_fit(question: Question, forced: Sizes) -> list[str]:
     """Return sentences about the smallest changes that fit, at most three, or about why there are none.
 
     One or two changes are tried, and three only if less does not help. A combination is left out if a part of it fits.
@@ -57,7 +57,7 @@ def changes_that_fit(question: Question, forced: Mapping[str, int]) -> list[str]
     return [*found, *_why_no_slices(question)]
 
 
-def _tried(question: Question, forced: Mapping[str, int], names: frozenset[str]) -> str:
+def _tried(question: Question, forced: Sizes, names: frozenset[str]) -> str:
     """The sentence of the first variants of some changes that fit; empty if none fits."""
     if "sizes" in names:
         forced, given = {name: size for name, size in forced.items() if name == "pp"}, forced
@@ -92,7 +92,7 @@ def _variants(question: Question, changes: Sequence[_Variants]) -> Iterator[tupl
             yield (words, *more), again
 
 
-def _state_fits(question: Question, forced: Mapping[str, int]) -> bool:
+def _state_fits(question: Question, forced: Sizes) -> bool:
     """Whether the model state fits on the device with any parallelism, which takes little time to know."""
     try:
         choices = candidate_parallelisms(question, forced)
@@ -104,7 +104,7 @@ def _state_fits(question: Question, forced: Mapping[str, int]) -> bool:
     )
 
 
-def _fitting(question: Question, forced: Mapping[str, int]) -> Estimate | None:
+def _fitting(question: Question, forced: Sizes) -> Estimate | None:
     answer = search(question, forced).best
     return answer if answer.status == "ok" else None
 

@@ -78,6 +78,7 @@ def test_json_has_the_keys_of_an_estimate(run):
         "zero_stage",
         "expert_parallel_size",
         "virtual_pipeline_size",
+        "pipeline_schedule",
     ]
     assert (answer["status"], answer["method"], answer["model"]) == ("ok", "memo", "gpt_7b")
     assert (answer["seq_len"], answer["gpus"]) == (262144, 8)
@@ -101,7 +102,7 @@ def test_forced_values_are_kept(run):
     )  # fmt: skip
     assert answer["parallel"] == {
         "tp": 2, "cp": 4, "dp": 1, "pp": 1, "zero_stage": 1, "expert_parallel_size": 1,
-        "virtual_pipeline_size": 1,
+        "virtual_pipeline_size": 1, "pipeline_schedule": "1f1b",
     }  # fmt: skip
     assert answer["alpha"] == 0.5
     assert answer["tokens_per_gpu_per_second"] == pytest.approx(4 * 262144 / answer["step_seconds"] / 8)
@@ -322,6 +323,8 @@ def test_a_mistake_in_a_sweep_is_a_line_of_its_report(run):
         (["gpus=128"], ["such as 64\n"]),
         (["parallel.tp=0"], ["parallel.tp=0"]),
         (["parallel.zero_stage=4"], ["parallel.zero_stage=4", "0 to 3"]),
+        (["parallel.pipeline_schedule=gpipe"], ["parallel.pipeline_schedule='gpipe'", "give 1f1b, zero_bubble"]),
+        (["parallel.pipeline_schedule=zero_bubble"], ["pipelines of this package", "parallel.pipeline_schedule=1f1b"]),
         (["parallel.xp=2"], ["parallel.xp"]),
         (["+parallel.xp=2"], ["parallel.xp", "zero_stage"]),
         (["parallel.cp=8", "seq_len=1001"], ["8 does not divide the sequence, 1001"]),

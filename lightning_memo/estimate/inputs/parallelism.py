@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, get_args
 
 from lightning_memo.artifacts.json_documents import check_range
 from lightning_memo.shapes.model_shape import ModelShape
@@ -11,6 +11,8 @@ from lightning_memo.shapes.model_shape import ModelShape
 SEQUENCE: Final = "sequence"
 BATCH: Final = "batch"
 EXPERT_RANKS: Final = "data- and context-parallel processes"
+
+Schedule = Literal["1f1b", "zero_bubble"]
 
 
 _COUNTS = ("tp", "cp", "dp", "pp", "expert_parallel_size", "virtual_pipeline_size")
@@ -35,10 +37,11 @@ class Parallelism:
     Tensor parallelism divides heads and feed-forward, or the experts, and the tokens in between (sequence parallelism).
     Context parallelism divides the tokens. Expert parallelism divides the experts of each layer over data- and
     context-parallel ranks, which exchange tokens. ZeRO shards over data- and context-parallel ranks, and experts over
-    those that have the same ones. Each stage of a pipeline has `virtual_pipeline_size` blocks of layers.
+    those that have the same ones. Each stage of a pipeline has `virtual_pipeline_size` blocks of layers, and with
+    `pipeline_schedule="zero_bubble"` computes gradients of weights later than those of hidden states.
 
     Raises:
-        ValueError: A size is below 1, or the stage is not from 0 to 3.
+        ValueError: A size is below 1, the stage is not from 0 to 3, or the schedule is unknown.
     """
 
     tp: int = 1
@@ -48,11 +51,19 @@ class Parallelism:
     zero_stage: int = 0
     expert_parallel_size: int = 1
     virtual_pipeline_size: int = 1
+    pipeline_schedule: Schedule = "1f1b"
 
     def __post_init__(self) -> None:
         check_range(self, dict.fromkeys(_COUNTS, 1))
         if self.zero_stage > 3:
             raise ValueError(f"zero_stage={self.zero_stage} must be from 0 to 3")
+        if self.pipeline_schedule not in get_args(Schedule):
+            raise ValueError(f"pipeline_schedule={self.pipeline_schedule!r} must be 1f1b or zero_bubble")
+
+    @property
+    def weights_wait(self) -> bool:
+        """Whether gradients of weights are computed later than those of hidden states."""
+        return self.pipeline_schedule == "zero_bubble"
 
     @property
     def devices(self) -> int:

@@ -78,7 +78,7 @@ def saved_tensors(
         *layer.adapters(),
         *layer.norm("input norm", layer.readers, reads_input=True),
         *layer.attention(),
-        *layer.norm("feed-forward norm", layer.feed_forward_readers, reads_input=kernels == "gpt_neox_parallel"),
+        *layer.norm("feed-forward norm", readers_of_norm(shape), reads_input=kernels == "gpt_neox_parallel"),
         *(layer.feed_forward() if shape.experts == 1 else saved_by_experts(shape, sizes, tensor_parallel)),
     )
 
@@ -93,11 +93,6 @@ class _Layer:
     def readers(self) -> list[str]:
         """Projections that read the output of the first norm."""
         return list(self.shape.attention.readers)
-
-    @property
-    def feed_forward_readers(self) -> list[str]:
-        """Products that read the output of the second norm."""
-        return ["gate", "up"] if self.shape.experts == 1 else readers_of_norm(self.shape)
 
     def adapters(self) -> Iterator[SavedTensor]:
         """Intermediate results of the adapters, and the copy of attention's output for the output adapter."""

@@ -33,7 +33,9 @@ def saved_by_experts(shape: ModelShape, sizes: ElementBytes, tensor_parallel: in
 
 
 def readers_of_norm(shape: ModelShape) -> list[str]:
-    """Names of the products that read the output of the norm before a mixture. Rows of experts are copies of it."""
+    """Names of the products that read the output of the norm before the feed-forward. Rows of experts are copies."""
+    if shape.experts == 1:
+        return ["gate", "up"]
     layer = shape.expert_layer
     shared = ("shared gate", "shared up") if layer.shared_ffn else ()
     return ["router", *shared, *(("gate of the shared",) if layer.shared_gate else ())]

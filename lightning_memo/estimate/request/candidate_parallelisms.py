@@ -6,13 +6,17 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
+from typing import Any, Final, get_args
 
-from lightning_memo.estimate.inputs.parallelism import BATCH, SEQUENCE, Obstacle, Parallelism
+from lightning_memo.estimate.inputs.parallelism import BATCH, SEQUENCE, Obstacle, Parallelism, Schedule
 from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import runs_here, why_not_by_method
 
-Sizes = Mapping[str, int]
-"""Sizes that are given, by their names in `Parallelism`."""
+Sizes = Mapping[str, Any]
+"""Sizes and the schedule of pipelines, if they are given, by their names in `Parallelism`."""
+
+_DEFAULTS: Final = {"pp": 1, "virtual_pipeline_size": 1, "pipeline_schedule": "1f1b"}
+"""What the command itself gives by default."""
 
 
 _DEVICES = {"tp", "cp", "dp", "pp"}
@@ -73,6 +77,7 @@ def _products(question: Question, forced: Sizes) -> Iterator[Parallelism]:
                         yield Parallelism(
                             tp=tp, cp=cp, dp=dp, pp=pp, zero_stage=stage, expert_parallel_size=groups,
                             virtual_pipeline_size=forced.get("virtual_pipeline_size", 1),
+                            pipeline_schedule=forced.get("pipeline_schedule", "1f1b"),
                         )  # fmt: skip
 
 
@@ -95,9 +100,9 @@ def _ruled_out_by(what: str, question: Question, forced: Sizes) -> Iterator[Para
             yield parallel
 
 
-def _given(forced: Sizes) -> dict[str, int]:
-    """Sizes that the user gave. The command itself sets those of pipelines to 1 by default."""
-    return {name: size for name, size in forced.items() if size != 1 or name not in ("pp", "virtual_pipeline_size")}
+def _given(forced: Sizes) -> dict[str, Any]:
+    """What the user gave."""
+    return {name: size for name, size in forced.items() if name not in _DEFAULTS or size != _DEFAULTS[name]}
 
 
 def _wrong_product(question: Question, forced: Sizes) -> str:
@@ -133,9 +138,13 @@ def _nothing_divides(question: Question, forced: Sizes) -> str:
 
 def _remedies(question: Question, forced: Sizes) -> Iterator[str]:
     """Single changes that make a parallelism possible."""
+    values = {"zero_stage": range(4), "pipeline_schedule": get_args(Schedule)}
     for name in _given(forced):
-        sizes = range(4) if name == "zero_stage" else _divisors(question.gpus)
-        possible = [size for size in sizes if any(_allowed(question, {**forced, name: size}))]
+        possible = [
+            size
+            for size in values.get(name, _divisors(question.gpus))
+            if any(_allowed(question, {**forced, name: size}))
+        ]
         if possible:
             yield f"parallel.{name}={_listed(possible)}"
     divided = (n for n in question.cluster.device_counts if any(_allowed(replace(question, gpus=n), forced)))
@@ -153,6 +162,6 @@ def _multiples_near(number: int, step: int) -> list[int]:
     return [multiple for multiple in (lower, lower + step) if multiple]
 
 
-def _listed(numbers: Iterable[int], separator: str = "") -> str:
+def _listed(numbers: Iterable[int | str], separator: str = "") -> str:
     *others, last = (f"{number:{separator}}" for number in sorted(set(numbers)))
     return f"{', '.join(others)} or {last}" if others else last

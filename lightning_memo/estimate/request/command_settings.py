@@ -10,10 +10,11 @@ from typing import Any, Final, Literal, get_args
 from lightning_memo.artifacts.compressed_layout import SwapPrecision
 from lightning_memo.estimate.inputs.cluster import MAX_DEVICES
 from lightning_memo.estimate.inputs.constants import Constants, constants_of, read_constants
+from lightning_memo.estimate.inputs.parallelism import Schedule
 from lightning_memo.estimate.inputs.precision_bytes import Precision
 from lightning_memo.estimate.inputs.presets import cluster_of, model_of
 from lightning_memo.estimate.memory.slice_settings import Slices
-from lightning_memo.estimate.request.candidate_parallelisms import nearest_counts
+from lightning_memo.estimate.request.candidate_parallelisms import Sizes, nearest_counts
 from lightning_memo.estimate.request.estimate_request import Method, Question, ZeroCommunication
 from lightning_memo.estimate.request.training_methods import check_question
 from lightning_memo.utils.units import parse_bytes, read_length
@@ -21,7 +22,8 @@ from lightning_memo.utils.units import parse_bytes, read_length
 HostBackedSetting = Literal["auto", "attention", "all"]
 ScheduleSetting = Literal["auto", "layer", "slice"]
 _MAX_COUNT: Final = 2**20
-SIZES: Final = ("tp", "cp", "dp", "pp", "zero_stage", "expert_parallel_size", "virtual_pipeline_size")
+_SCHEDULE: Final = "pipeline_schedule"
+SIZES: Final = ("tp", "cp", "dp", "pp", "zero_stage", "expert_parallel_size", "virtual_pipeline_size", _SCHEDULE)
 """Names of the settings in `parallel`."""
 
 Output = Literal["table", "json"]
@@ -34,7 +36,7 @@ class CommandRequest:
     question: Question
     """Its sequence length has no meaning if `longest` is set."""
 
-    forced: dict[str, int]
+    forced: Sizes
     """The settings in `parallel` that are given."""
 
     longest: bool
@@ -181,7 +183,7 @@ def _slices(settings: Mapping[str, Any]) -> Slices | None:
     return Slices(tokens=tokens, host_backed="attention" if backed == "auto" else backed)
 
 
-def _forced(settings: Any) -> dict[str, int]:
+def _forced(settings: Any) -> dict[str, Any]:
     if not isinstance(settings, Mapping):
         raise ValueError(f"parallel={str(settings)[:40]}: give the sizes one by one, for example parallel.tp=4")
     for name in settings:
@@ -189,6 +191,9 @@ def _forced(settings: Any) -> dict[str, int]:
             raise ValueError(f"parallel.{str(name)[:40]} is not a setting: give {', '.join(SIZES)}")
     forced = {name: value for name, value in settings.items() if value is not None}
     for name, value in forced.items():
+        if name == _SCHEDULE:
+            _choice(f"parallel.{name}", value, get_args(Schedule))
+            continue
         read_count(f"parallel.{name}", value, least=0 if name == "zero_stage" else 1)
     if forced.get("zero_stage", 0) > 3:
         raise ValueError(f"parallel.zero_stage={forced['zero_stage']}: give 0 to 3, or null for the fastest")

@@ -73,6 +73,9 @@ class Question:
     spill_bytes: int = 0
     """Disk space per node for layer calls that do not fit in host memory."""
 
+    stage: int = 0
+    """Pipeline stage of the device. `estimate` tries those that may need the most memory."""
+
     def __post_init__(self) -> None:
         check_range(self, {"gpus": 1, "seq_len": 1, "batch_size": 1})
 

@@ -96,9 +96,8 @@ def why_not_by_method(question: Question, parallel: Parallelism) -> str:
         return "slices are estimated for data parallelism only: tp, cp and pp must be 1"
     if question.spill_bytes and parallel.pp > 1:
         return "spill_memory is estimated without pipeline parallelism: pp must be 1"
-    if parallel.virtual_pipeline_size > 1 and (parallel.pp == 1 or not runs_here(question)):
-        size = parallel.virtual_pipeline_size
-        return f"virtual_pipeline_size={size} is for pipelines of this package: give pp, or virtual_pipeline_size=1"
+    if why_not := _why_not_staged(question, parallel):
+        return why_not
     if not traits.tensor_parallel and (parallel.tp > 1 or parallel.pp > 1):
         return f"{method} has neither tensor nor pipeline parallelism: tp and pp must be 1"
     # The DeepSpeed version of FPDT divides heads unevenly.
@@ -112,6 +111,20 @@ def why_not_by_method(question: Question, parallel: Parallelism) -> str:
         return f"zero_communication={question.zero_communication} needs shards: zero_stage must be 1, 2 or 3"
     if question.zero_shard_size is not None:
         return _why_not_sharded(question.zero_shard_size, parallel)
+    return ""
+
+
+def _why_not_staged(question: Question, parallel: Parallelism) -> str:
+    staged = parallel.pp > 1 and runs_here(question)
+    for name, default in (("virtual_pipeline_size", 1), ("pipeline_schedule", "1f1b")):
+        if getattr(parallel, name) != default and not staged:
+            given = f"{name}={getattr(parallel, name)}"
+            return f"{given} is for pipelines of this package: give pp, or {name}={default}"
+    if parallel.weights_wait and parallel.zero_stage > 1:
+        return (
+            f"pipeline_schedule=zero_bubble is for zero_stage 0 and 1, not {parallel.zero_stage}: give one of them, or "
+            "pipeline_schedule=1f1b"
+        )
     return ""
 
 

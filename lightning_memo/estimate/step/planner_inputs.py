@@ -21,6 +21,7 @@ from lightning_memo.estimate.step.device_bytes import (
     logits_bytes,
     loss_bytes,
 )
+from lightning_memo.estimate.step.waiting_gradients import waiting_bytes
 from lightning_memo.estimate.times.layer_times import has_whole_logits, layer_times, memory_rate
 from lightning_memo.estimate.times.outside_times import outside_seconds
 from lightning_memo.estimate.times.streamed_times import streamed_seconds
@@ -51,12 +52,18 @@ def estimated_layer_costs(question: Question, parallel: Parallelism) -> LayerCos
         outside_seconds=outside_seconds(question, parallel),
         offload_bytes_per_second=bandwidth,
         prefetch_bytes_per_second=bandwidth,
-        fixed_device_bytes=round(device_state_bytes(question, parallel).total + gathered_bytes(question, parallel)),
+        fixed_device_bytes=_fixed_bytes(question, parallel),
         transient_device_bytes=transient,
         backward_device_bytes=in_backward,
         spill_write_bytes_per_second=write / devices_per_host(question),
         spill_read_bytes_per_second=read / devices_per_host(question),
     )
+
+
+def _fixed_bytes(question: Question, parallel: Parallelism) -> int:
+    """Bytes that every plan needs."""
+    always = device_state_bytes(question, parallel).total + gathered_bytes(question, parallel)
+    return round(always) + waiting_bytes(question, parallel)
 
 
 def _costs_of_run(question: Question, parallel: Parallelism, bandwidth: float) -> dict[str, tuple[Any, ...]]:
@@ -178,8 +185,8 @@ def devices_per_host(question: Question) -> int:
 
 
 def sequences_in_flight(question: Question, parallel: Parallelism) -> int:
-    """Number of sequences for whose activations the first pipeline stage has room, with blocks of layers rounded up."""
+    """Number of sequences for whose activations a pipeline stage has room, with blocks of layers rounded up."""
     if not runs_here(question):
         return min(parallel.pp, question.batch_size // parallel.dp)
-    blocks = most_in_flight(0, parallel.pp, parallel.virtual_pipeline_size)
+    blocks = most_in_flight(question.stage, parallel.pp, parallel.virtual_pipeline_size)
     return -(-sum(blocks) // len(blocks))

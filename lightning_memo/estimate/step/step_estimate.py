@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 
 from lightning_memo.estimate.inputs.parallelism import Parallelism
 from lightning_memo.estimate.request.estimate_request import Estimate, Question, Status
@@ -23,6 +24,7 @@ from lightning_memo.estimate.step.planner_inputs import (
 )
 from lightning_memo.estimate.step.resident_methods import estimate_fpdt, estimate_resident
 from lightning_memo.estimate.step.swapping_methods import estimate_swapping
+from lightning_memo.estimate.step.waiting_gradients import fullest_stages, waiting_bytes
 from lightning_memo.estimate.times.layer_times import data_parallel_seconds
 from lightning_memo.estimate.times.outside_times import optimizer_seconds, outside_seconds
 from lightning_memo.estimate.times.pipeline_times import idle_seconds, message_seconds, pipeline_sentence
@@ -37,6 +39,16 @@ def estimate(question: Question, parallel: Parallelism) -> Estimate:
             is above 1 or given for a method without alpha.
     """
     _refuse(question, parallel)
+    answers = [_estimate_stage(replace(question, stage=stage), parallel) for stage in fullest_stages(parallel)]
+    return replace(max(answers, key=_need), host_bytes=max(answer.host_bytes for answer in answers))
+
+
+def _need(answer: Estimate) -> tuple[float, ...]:
+    """Sort key of stages: those that do not fit come last, then the slowest ones, then the fullest ones."""
+    return ("ok", "oom", "oohm").index(answer.status), answer.step_seconds or 0.0, answer.device_bytes["total"]
+
+
+def _estimate_stage(question: Question, parallel: Parallelism) -> Estimate:
     traits = METHOD_TRAITS[question.method]
     if traits.recomputes == "alpha":
         outcome = estimate_swapping(question, parallel)
@@ -69,8 +81,19 @@ def estimate(question: Question, parallel: Parallelism) -> Estimate:
         slices=question.slices,
         host_bytes=outcome.host_bytes * devices_per_host(question) * sequences_in_flight(question, parallel),
         speeds=question.constants.note,
-        limits=[*filter(None, (activations_sentence(traits, outcome), pipeline_sentence(question, parallel))), *limits],
+        limits=[*filter(None, _sentences(question, parallel, outcome)), *limits],
     )
+
+
+def _sentences(question: Question, parallel: Parallelism, outcome: LayersEstimate) -> Iterator[str]:
+    """Sentences about activations and about stages of a pipeline, which may be empty."""
+    yield activations_sentence(METHOD_TRAITS[question.method], outcome)
+    yield pipeline_sentence(question, parallel, outcome.seconds - outside_seconds(question, parallel))
+    if size := waiting_bytes(question, parallel):
+        yield (
+            f"Stage {question.stage + 1} of {parallel.pp} needs the most: gradients of weights that wait take up to "
+            f"{format_bytes(size)} on a device."
+        )
 
 
 def _fit(question: Question, parallel: Parallelism, outcome: LayersEstimate, total: int) -> tuple[Status, list[str]]:
@@ -136,7 +159,7 @@ def _refuse(question: Question, parallel: Parallelism) -> None:
 def _device_bytes(question: Question, parallel: Parallelism, outcome: LayersEstimate) -> dict[str, int]:
     """Device memory by category, including the model state, and the sum as "total"."""
     state = {category: round(size) for category, size in asdict(device_state_bytes(question, parallel)).items()}
-    categories = {**state, **outcome.device_bytes}
+    categories = {**state, **outcome.device_bytes, "later_weight_gradients": waiting_bytes(question, parallel)}
     return {**categories, "total": sum(categories.values())}
 
 

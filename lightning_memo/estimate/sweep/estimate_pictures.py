@@ -24,6 +24,7 @@ _BLUE, _ORANGE, _GREEN, _RED, _PINK, _SKY, _YELLOW, _GREY, _BLACK = _COLORS = (
 CATEGORY_COLORS: Final = {
     "parameters": _BLUE, "gradients": _ORANGE, "optimizer": _GREEN, "rounding_buffers": _RED, "activations": _PINK,
     "transients": _SKY, "logits": _YELLOW, "gathered": _GREY, "fragmentation": _BLACK,
+    "later_weight_gradients": "#a6761d",
 }  # fmt: skip
 """Colors of the categories of memory, from the bottom of a bar to the top."""
 

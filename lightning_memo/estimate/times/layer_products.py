@@ -35,6 +35,16 @@ class LayerProduct:
         return "" if self.last else self.name
 
     @property
+    def divides_inputs(self) -> bool:
+        """Whether tensor-parallel devices divide the features of its input."""
+        return self.role in ("output", "down")
+
+    @property
+    def divides_outputs(self) -> bool:
+        """Whether tensor-parallel devices divide the features of its output."""
+        return self.role in ("query", "key", "value", "gate", "up")
+
+    @property
     def sum_name(self) -> str:
         """Name of the scaled sum with an adapter's output."""
         return f"sum of {self.name}"
@@ -62,6 +72,14 @@ def layer_products(shape: ModelShape, kernels: Kernels) -> tuple[LayerProduct, .
         LayerProduct(up, "up", shape.hidden, shape.ffn),
         LayerProduct(down, "down", shape.ffn, shape.hidden, last=True),
     )
+
+
+def later_products(shape: ModelShape, kernels: Kernels) -> tuple[LayerProduct, ...]:
+    """Return the products whose gradients of weights a zero-bubble pipeline computes later: those of linear layers.
+
+    Layers of GPT-2 have no linear layers of PyTorch. Weights of experts get their gradients in the backward.
+    """
+    return () if kernels == "gpt2" else layer_products(shape, kernels)
 
 
 def _feed_forward(shape: ModelShape) -> list[LayerProduct]:

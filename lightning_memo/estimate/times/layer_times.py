@@ -13,6 +13,7 @@ from lightning_memo.estimate.memory.device_weights import device_parameters, dev
 from lightning_memo.estimate.request.estimate_request import Question
 from lightning_memo.estimate.request.training_methods import METHOD_TRAITS, element_bytes, layer_kernels, runs_here
 from lightning_memo.estimate.times.expert_exchange import exchange_seconds
+from lightning_memo.estimate.times.layer_products import later_products
 from lightning_memo.estimate.times.memory_bound import traffic_of_layer
 from lightning_memo.parallel.zero.quantised_bytes import GRADIENT_BITS, WEIGHT_BITS, sent_bytes
 from lightning_memo.shapes.model_shape import ModelShape
@@ -43,6 +44,10 @@ class LayerTimes:
 
     dense_backward: float
     """Backward of these products: gradients of their inputs and of trained weights."""
+
+    later: float
+    """Part of this backward: gradients of weights that a zero-bubble pipeline computes later. Adapters' count as none,
+    as memory bounds their products."""
 
     recomputed_dense: float
     """Recomputation of these products. The output of the last one is not needed again, unless an adapter follows."""
@@ -135,10 +140,11 @@ def layer_times(question: Question, parallel: Parallelism) -> LayerTimes:
     traffic = traffic_of_layer(shape, kernels=layer_kernels(question), sizes=sizes, tensor_parallel=parallel.tp)
     moving = tokens / divided / memory_rate(question)
     products, recomputed = _multiplied(shape, parallel, sizes)
-    trained = products if shape.adapters is None else 0
+    trained, later = (products, _later_weights(question, parallel)) if shape.adapters is None else (0, 0)
     return LayerTimes(
         dense=2 * tokens * products / dense_rate,
         dense_backward=2 * tokens * (products + trained) / dense_rate,
+        later=2 * tokens * later / dense_rate,
         recomputed_dense=2 * tokens * recomputed / dense_rate,
         memory_bound=traffic.forward * moving,
         memory_bound_backward=traffic.backward * moving,
@@ -164,6 +170,13 @@ def _multiplied(shape: ModelShape, parallel: Parallelism, sizes: ElementBytes) -
     more = slower * shape.active_experts * shape.ffn_parameters + (parallel.tp - 1) * shape.routing_parameters
     last = shape.adapted_last_projection if parallel.tp > 1 else 0
     return shape.multiplied_in_a_layer - shape.adapter_parameters + more, shape.recomputed_in_a_layer + more + last
+
+
+def _later_weights(question: Question, parallel: Parallelism) -> int:
+    """Weights of a layer that a zero-bubble pipeline computes gradients of later, as `_multiplied` counts them."""
+    shape = question.shape
+    weights = sum(product.inputs * product.outputs for product in later_products(shape, layer_kernels(question)))
+    return weights + (parallel.tp - 1) * shape.routing_parameters if weights else 0
 
 
 def memory_rate(question: Question) -> float:
