@@ -117,9 +117,8 @@ def why_not_by_method(question: Question, parallel: Parallelism) -> str:
 def _why_not_staged(question: Question, parallel: Parallelism) -> str:
     staged = parallel.pp > 1 and runs_here(question)
     for name, default in (("virtual_pipeline_size", 1), ("pipeline_schedule", "1f1b")):
-        if getattr(parallel, name) != default and not staged:
-            given = f"{name}={getattr(parallel, name)}"
-            return f"{given} is for pipelines of this package: give pp, or {name}={default}"
+        if (given := getattr(parallel, name)) != default and not staged:
+            return f"{name}={given} is for pipelines of this package: give pp, or {name}={default}"
     if parallel.weights_wait and parallel.zero_stage > 1:
         return (
             f"pipeline_schedule=zero_bubble is for zero_stage 0 and 1, not {parallel.zero_stage}: give one of them, or "
