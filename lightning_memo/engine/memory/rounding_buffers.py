@@ -28,10 +28,13 @@ class RoundingBuffers:
         """Number of buffers that a slot occupies."""
         return sum(owner is not None for owner in self._owners)
 
-    def holds(self, t: Tensor) -> bool:
-        """Whether a tensor lies in one of the buffers."""
+    def occupant(self, t: Tensor) -> Slot | Tensor | None:
+        """The slot in whose buffer a tensor lies, or the buffer if no slot occupies it; `None` outside of buffers."""
         storage = t.untyped_storage().data_ptr()
-        return any(buffer.untyped_storage().data_ptr() == storage for buffer in self._buffers)
+        for buffer, owner in zip(self._buffers, self._owners, strict=True):
+            if buffer.untyped_storage().data_ptr() == storage:
+                return buffer if owner is None else owner
+        return None
 
     def is_free(self, call: int) -> bool:
         """Whether no slot occupies the buffer of a layer call."""

@@ -124,9 +124,9 @@ class SlotMemory:
     def _arenas(self) -> tuple[HostArena, ...]:
         return self.arena, self.gradient_arena, self.state_arena
 
-    def holds(self, t: Tensor) -> bool:
-        """Whether a tensor on the device lies in a rounding buffer."""
-        return self._rounding.holds(t)
+    def occupant(self, t: Tensor) -> Slot | Tensor | None:
+        """What occupies the rounding buffer in which a tensor lies; `None` outside of these."""
+        return self._rounding.occupant(t)
 
     def lease(self, call: int, swap: bool, size: SlotSize | None = None) -> Slot:
         """Return a slot with a device buffer that the forward can write into.

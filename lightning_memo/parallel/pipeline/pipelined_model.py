@@ -62,8 +62,8 @@ class StageEngine(Protocol):
             alone: Whether no other one is in flight.
         """
 
-    def is_reused(self, t: Tensor) -> bool:
-        """Return whether something else is written into the memory of a tensor after the backward of its layer."""
+    def occupant(self, t: Tensor) -> object | None:
+        """Return what lies in the memory of a tensor until something else is written there; `None` if nothing is."""
 
     def note_waiting(self, size_bytes: int) -> None:
         """Take note of the memory that a backward leaves for the gradients of weights."""
@@ -144,7 +144,7 @@ class PipelinedModel:
         self._micro_batch_size, self._current, self._gradients = micro_batch_size, current_layout, gradients
         self._units, self._agreement, self._after_backward = units, agreement, after_backward
         # On the first stage, none waits for another stage.
-        self._weights = WeightGradients(self._is_reused) if zero_bubble and messages.stage else None
+        self._weights = WeightGradients(self._occupant) if zero_bubble and messages.stage else None
         self._frozen: set[nn.Parameter] = set()
         self.engine: StageEngine | None = None
         self.before_backward: Callable[[], None] = lambda: None
@@ -224,8 +224,8 @@ class PipelinedModel:
             return one_by_one(micro_batches, blocks, weights_wait)
         return training_order(self._messages.stage, stages, micro_batches, blocks, weights_wait)
 
-    def _is_reused(self, t: Tensor) -> bool:
-        return self.engine is not None and self.engine.is_reused(t)
+    def _occupant(self, t: Tensor) -> object | None:
+        return None if self.engine is None else self.engine.occupant(t)
 
     def _profiles(self, micro_batch: dict[str, Any]) -> bool:
         """Return whether any process has to profile a micro-batch. Then all of them run one at a time.
@@ -323,7 +323,7 @@ class PipelinedModel:
         if hidden.requires_grad:
             # As in plain training, where an autocast context of the training step has ended before the backward.
             place = action.micro_batch, action.block
-            waiting = nullcontext() if self._weights is None else self._weights.waiting(place)
+            waiting = nullcontext() if self._weights is None else self._weights.waiting(place, hidden)
             with torch.autocast(hidden.device.type, enabled=False), self._units.backward(forward), waiting:
                 torch.autograd.backward(hidden, gradient)
         for place in self._gradients:

@@ -12,21 +12,25 @@ backward.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_memo.parallel.local_tensors import ShardedHandle, local_part
 
-_linear = F.linear
+_linear = torch._C._nn.linear
+_REPLACED: Final = (
+    'lightning_memo: pipeline_schedule="zero_bubble" has no effect, because torch.nn.functional.linear is {}: put '
+    "PyTorch's function back, or leave the setting out"
+)
 _TO_LOCAL: Final = "_ToTorchTensorBackward"  # of `DTensor.to_local`
 _WEIGHTS: Final = (nn.Parameter, DTensor)  # and no classes of quantised weights
 
@@ -42,14 +46,30 @@ class _Product:
         weight: The parameter, `[outputs, inputs]`, of which this rank may have a part.
         input: Input of the linear layer, `[..., inputs]`.
         gradient: Gradient of its output, `[..., outputs]`.
+        versions: Count changes in place of these two.
     """
 
     weight: Tensor
     input: Tensor
     gradient: Tensor
+    versions: tuple[int, int]
+
+    @classmethod
+    def of(cls, weight: Tensor, x: Tensor, gradient: Tensor) -> _Product:
+        return cls(weight, x, gradient, (x._version, gradient._version))
 
     def of_weight(self) -> Tensor:
-        """Return the gradient of this rank's part of the weight."""
+        """Return the gradient of this rank's part of the weight.
+
+        Raises:
+            RuntimeError: The input or the gradient of the output has changed while it waited.
+        """
+        if self.versions != (self.input._version, self.gradient._version):
+            raise RuntimeError(
+                'pipeline_schedule="zero_bubble": the input of a linear layer or the gradient of its output was '
+                "changed in place after its backward, and the gradient of its weight is still to be computed from them: return "
+                'new tensors from hooks and Functions, or set pipeline_schedule="1f1b"'
+            )
         x, dy = self.input.flatten(0, -2), self.gradient.flatten(0, -2)
         return dy.t().mm(x)
 
@@ -58,21 +78,28 @@ class WeightGradients:
     """The gradients of weights that wait, by micro-batch and block of layers.
 
     Args:
-        is_reused: Returns whether something else is written into the memory of a tensor after the backward of its
-            layer. Such inputs are copied.
+        occupant: Returns what lies in the memory of a tensor until something else is written there, after the backward
+            of its layer; `None` if nothing else ever is. Inputs in such memory are copied.
     """
 
-    def __init__(self, is_reused: Callable[[Tensor], bool]) -> None:
-        self._is_reused = is_reused
+    def __init__(self, occupant: Callable[[Tensor], object | None]) -> None:
+        self._occupant = occupant
         self._products: dict[Place, list[_Product]] = {}
         self._present: list[_Product] | None = None
-        self._copies: dict[int, tuple[object, Tensor]] = {}  # of inputs, which linear layers may share
+        self._backward = -1
+        self._copies: dict[tuple[Any, ...], tuple[object, Tensor]] = {}  # of inputs, which linear layers may share
 
     @contextlib.contextmanager
     def computing_linear(self) -> Iterator[None]:
-        """Within this context, linear layers run so that gradients of their weights can wait."""
+        """Within this context, linear layers run so that gradients of their weights can wait.
+
+        If `torch.nn.functional.linear` is a function of the user's, it remains, and no gradients wait.
+        """
         before = F.linear
-        F.linear = _LinearFunction(self)
+        if before is _linear:
+            F.linear = _LinearFunction(self)
+        else:
+            rank_zero_warn(_REPLACED.format(before))
         try:
             yield
         finally:
@@ -80,18 +107,24 @@ class WeightGradients:
             self._products.clear()
 
     @contextlib.contextmanager
-    def waiting(self, place: Place) -> Iterator[None]:
-        """Within this context, a backward leaves gradients of weights for `compute`.
+    def waiting(self, place: Place, output: Tensor) -> Iterator[None]:
+        """Within this context, the backward of an output leaves gradients of weights for `compute`.
 
         Args:
             place: The micro-batch and the block of layers.
+            output: What the backward begins with.
         """
         self._present = self._products[place] = []
+        begins = output.register_hook(self._note_backward)
         try:
             yield
         finally:
-            self._present = None
+            begins.remove()
+            self._present, self._backward = None, -1
             self._copies.clear()
+
+    def _note_backward(self, gradient: Tensor) -> None:
+        self._backward = torch._C._current_graph_task_id()
 
     def nbytes(self, place: Place) -> int:
         """Return how much memory is held for the gradients of weights that wait."""
@@ -99,7 +132,11 @@ class WeightGradients:
         return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in held)}.values())
 
     def compute(self, place: Place) -> None:
-        """Compute the gradients of weights that wait, and add them to those of the parameters."""
+        """Compute the gradients of weights that wait, and add them to those of the parameters.
+
+        Raises:
+            RuntimeError: What they are computed from has changed in place.
+        """
         of_weights: dict[Tensor, deque[_Product]] = defaultdict(deque)
         for product in self._products.pop(place, ()):
             of_weights[product.weight].append(product)
@@ -107,21 +144,24 @@ class WeightGradients:
             # As autograd does it: what slices of a layer give is added up, and then added to the earlier gradient.
             gradient = products.popleft().of_weight()
             while products:  # memory is given back product by product
-                gradient += products.popleft().of_weight()
+                more = products.popleft().of_weight()
+                gradient = gradient.add_(more) if gradient.dtype is more.dtype else gradient + more
             torch.autograd.backward(weight, _of_parameter(weight, gradient))
 
-    def keep(self, product: _Product, source: object) -> bool:
+    def keep(self, product: _Product) -> bool:
         """Keep what the gradient of a weight is computed from, if it may wait; returns whether it may.
 
-        Args:
-            product: The input and the gradient of the output of a linear layer.
-            source: The same object for linear layers that share an input.
+        It may not in a backward that runs inside of the stage's, because what that is asked for is not known here.
         """
-        if self._present is None:
+        inside = torch._C._current_graph_task_id() != self._backward
+        if self._present is None or inside or torch.is_grad_enabled():
             return False
-        if self._is_reused(product.input):
-            _, x = self._copies.setdefault(id(source), (source, product.input.clone()))
-            product = replace(product, input=x)
+        x = product.input
+        if (occupant := self._occupant(x)) is not None:
+            key = id(occupant), x.data_ptr(), x.shape, x.stride(), x.dtype
+            if key not in self._copies:
+                self._copies[key] = occupant, x.clone()
+            product = _Product.of(product.weight, self._copies[key][1], product.gradient)
         self._present.append(product)
         return True
 
@@ -134,24 +174,23 @@ class _LinearFunction:
 
     def __init__(self, gradients: WeightGradients) -> None:
         self._gradients = gradients
-        self._last: tuple[Callable[[], object], int, object] = (lambda: None), 0, None
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         parameter = _parameter_of(weight)
-        if parameter is None or input.dim() < 2 or not torch.is_grad_enabled():
+        if parameter is None or not _is_usual(input, bias) or not torch.is_grad_enabled():
             return _linear(input, weight, bias)
         x, kind = input, input.device.type
         if torch.is_autocast_enabled(kind) and x.dtype is not torch.float64:
             x = x.to(torch.get_autocast_dtype(kind))
-        out: Tensor = _Linear.apply(x, parameter, bias, self._gradients, self._source(input))
+        out: Tensor = _Linear.apply(x, parameter, bias, self._gradients)
         return out
 
-    def _source(self, input: Tensor) -> object:
-        last, version, source = self._last
-        if last() is not input or version != input._version:
-            source = object()
-            self._last = weakref.ref(input), input._version, source
-        return source
+
+def _is_usual(input: Tensor, bias: Tensor | None) -> bool:
+    """Return whether autograd computes the gradients of a linear layer by the products that `_Linear` has."""
+    if not input.is_contiguous() or input.dim() < 2 or is_functorch_wrapped_tensor(input):
+        return False
+    return input.is_floating_point() and (bias is None or bias.dim() == 1)
 
 
 def _parameter_of(weight: Tensor) -> Tensor | None:
@@ -165,7 +204,7 @@ def _parameter_of(weight: Tensor) -> Tensor | None:
         if not all(placement.is_shard() for placement in getattr(parameter, "placements", ())):
             return None  # ranks may have parts of the gradient
     hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-    trained = parameter.is_leaf and parameter.requires_grad and not hooks
+    trained = parameter.is_leaf and parameter.requires_grad and parameter.is_floating_point() and not hooks
     return parameter if trained and type(parameter) in _WEIGHTS else None
 
 
@@ -173,13 +212,11 @@ class _Linear(torch.autograd.Function):
     """A linear layer whose weight may get its gradient later."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradients: WeightGradients, source: object
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gradients: WeightGradients) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight = weight  # a saved one may come back as another tensor, and the gradient is for this one
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.gradients, ctx.source = gradients, source
+        ctx.gradients = gradients
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # a weight that is cast here would have no gradient anywhere
         try:
@@ -190,16 +227,15 @@ class _Linear(torch.autograd.Function):
             torch.set_autocast_cache_enabled(cached)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         (x,), weight = ctx.saved_tensors, ctx.weight
         needs_x, _, needs_bias, *_ = ctx.needs_input_grad
         with torch.autocast(x.device.type, enabled=False):
             dx = dy.matmul(local_part(weight).to(dy.dtype)) if needs_x else None
             db = dy.flatten(0, -2).sum(0).to(ctx.bias_dtype) if needs_bias else None
-            product = _Product(weight, x, dy)
-            dw = None if ctx.gradients.keep(product, ctx.source) else _of_parameter(weight, product.of_weight())
-        return dx, dw, db, None, None
+            product = _Product.of(weight, x, dy)
+            dw = None if ctx.gradients.keep(product) else _of_parameter(weight, product.of_weight())
+        return dx, dw, db, None
 
 
 def _of_parameter(parameter: Tensor, gradient: Tensor) -> Tensor:
