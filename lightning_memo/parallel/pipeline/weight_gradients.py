@@ -67,7 +67,7 @@ class _Product:
         if self.versions != (self.input._version, self.gradient._version):
             raise RuntimeError(
                 'pipeline_schedule="zero_bubble": the input of a linear layer or the gradient of its output was '
-                "changed in place after its backward, and the gradient of its weight is still to be computed from them: return "
+                "changed in place after its backward, and the gradient of its weight is still to be computed: return "
                 'new tensors from hooks and Functions, or set pipeline_schedule="1f1b"'
             )
         x, dy = self.input.flatten(0, -2), self.gradient.flatten(0, -2)
