@@ -1,10 +1,11 @@
 """Training loss with weights and gradients that ZeRO sends as integers: the picture in docs/parallelism.md.
 
     python benchmarks/quantised_training.py
+    python benchmarks/quantised_training.py --more 8  # adds seeds to the results
     python benchmarks/quantised_training.py --draw   # draws the picture again from the results, without a run
 
-The demo's model and text, 200 steps in two processes on a CPU with ZeRO 3, with six seeds, for the weights and the
-order of the text. Runs of a seed differ only in what is sent. Two more differ in rounding only, because layers are
+The demo's model and text, 200 steps in two processes on a CPU with ZeRO 3, with several seeds, for the weights and
+the order of the text. Runs of a seed differ only in what is sent. Two more differ in rounding only, because layers are
 cut into slices.
 """
 

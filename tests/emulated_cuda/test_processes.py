@@ -292,8 +292,9 @@ def test_plans_have_room_for_the_gradients_of_weights_that_wait(blocks: int) -> 
         for name in ("1f1b", "zero_bubble")
     )
     assert later["peak"][1] > 1.2 * usual["peak"][1]  # what waits on the last stage
-    # The memory of such a small model is planned less well than that of larger ones, but with both orders alike.
-    assert all(b - a <= 0.02 * peak for a, b, peak in zip(usual["beyond"], later["beyond"], later["peak"], strict=True))
+    # The memory of such a small model is planned less well than that of larger ones, but with both orders alike. Hidden
+    # states that are being sent take up to 4 %; what one backward leaves is 19 %.
+    assert all(b - a <= 0.06 * peak for a, b, peak in zip(usual["beyond"], later["beyond"], later["peak"], strict=True))
 
 
 def refusal_of_fsdp1() -> str:

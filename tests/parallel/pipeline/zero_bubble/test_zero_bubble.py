@@ -41,7 +41,7 @@ def check_alone(outcome: Outcome, run: Run) -> None:
 
 def check(run: Run, settings: dict[str, Any], stages: int = 2, processes: int = 2) -> Outcome:
     skip_ring_on_cuda(settings)
-    sizes = {"pipeline_parallel_size": stages}
+    sizes = {"pipeline_parallel_size": stages, "attention": "sdpa"}  # "auto" depends on times
     usual = train_together(processes, run, sizes | settings)
     outcome = train_together(processes, run, sizes | settings | ZERO_BUBBLE, watch=WatchWaiting)
     assert outcome.losses == usual.losses
