@@ -51,7 +51,7 @@ def waiting_bytes_per_token(question: Question, tensor_parallel: int) -> int:
             inputs[_input_of(question, product)] = whole[0] * product.inputs
             gradients += whole[1] * product.outputs
         elif shape.adapts(product.role):
-            # Between the first products of adapters, others run, so that each may copy the input that they share.
+            # With dropout before adapters, each has an input of its own.
             inputs[product.role] = whole[0] * product.inputs + tensor_parallel * shape.adapters.rank
             gradients += whole[1] * product.outputs + tensor_parallel * shape.adapters.rank
     return (sum(inputs.values()) + gradients) * element_bytes(question).product

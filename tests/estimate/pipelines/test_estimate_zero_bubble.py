@@ -147,11 +147,11 @@ def test_memory_is_what_training_keeps(name: str) -> None:
     if name == "adapters":
         peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
         shape = replace(shape, adapters=Adapters(rank=4, products=("query", "down")))
-    gradients = WeightGradients(lambda t: False)
+    gradients = WeightGradients(lambda t: None)
     with gradients.computing_linear():
         x = torch.randn(1, tokens, config.hidden_size, requires_grad=True)
         out = layers(inputs_embeds=x, use_cache=False).last_hidden_state
-        with gradients.waiting((0, 0)):
+        with gradients.waiting((0, 0), out):
             out.backward(torch.randn_like(out))
         kept = gradients.nbytes((0, 0))
     question = ask(shape=shape, precision="32-true", seq_len=tokens, gpus=1)
