@@ -12,6 +12,7 @@ backward.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.distributed.tensor import DTensor
@@ -99,7 +99,7 @@ class WeightGradients:
         if before is _linear:
             F.linear = _LinearFunction(self)
         else:
-            rank_zero_warn(_REPLACED.format(before))
+            warnings.warn(_REPLACED.format(before), stacklevel=2)  # the first stage has no such object
         try:
             yield
         finally:
