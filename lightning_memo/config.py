@@ -20,6 +20,7 @@ PRECISIONS: Final = ("32-true", "bf16-true", "bf16-mixed")
 HOST_BACKED: Final = ("auto", "none", "attention", "all")
 SWAP_PRECISIONS: Final = ("exact", "fp8")
 ZERO_COMMUNICATION: Final = ("none", "int8", "int4")
+PIPELINE_SCHEDULES: Final = ("1f1b", "zero_bubble")
 # The values with which plans may name a place for each kind of tensor.
 _NEEDED_BY_KINDS: Final[dict[str, tuple[Any, ...]]] = {
     "alpha": ("auto",),
@@ -40,7 +41,7 @@ _ALLOWED_IN_FP8: Final[dict[str, tuple[Any, ...]]] = {
     "slice_tokens": ("auto",),
 }
 
-# The settings of pipelines with their defaults.
+# The settings of pipelines, and their defaults.
 _PIPELINED = {"virtual_pipeline_size": 1, "pipeline_schedule": "1f1b", "pipeline_layers": None, "micro_batch_size": 1}
 
 # The values of settings beside which a pipeline runs.
@@ -181,7 +182,7 @@ class MemoConfig:
 
     def _check_pipeline(self) -> None:
         _check_count("pipeline_parallel_size", self.pipeline_parallel_size)
-        _check_choice("pipeline_schedule", self.pipeline_schedule, ("1f1b", "zero_bubble"))
+        _check_choice("pipeline_schedule", self.pipeline_schedule, PIPELINE_SCHEDULES)
         _check_count("virtual_pipeline_size", self.virtual_pipeline_size, of="blocks of layers")
         _check_count("micro_batch_size", self.micro_batch_size, of="rows")
         layers = self.pipeline_layers

@@ -56,6 +56,7 @@ class Pipeline:
         self._agreement = BatchAgreement(readers_group(mesh, timeout), config.zero_stage, sizes, device)
         self._messages = StageMessages(pipeline_groups(mesh, timeout, 2 if sizes.blocks == 1 else 4), device)
         self.stage = self._messages.stage
+        self._zero_bubble = config.pipeline_schedule == "zero_bubble"
         self._tied = TiedWeights(ends_group(mesh, timeout))
         self._staged: StagedModel | None = None
         self._run: PipelinedModel | None = None
@@ -69,7 +70,7 @@ class Pipeline:
     @property
     def waiting(self) -> int:
         """Largest number of backwards of a block of layers of this stage whose gradients of weights wait."""
-        return most_waiting(self.stage) if self._config.pipeline_schedule == "zero_bubble" else 0
+        return most_waiting(self.stage) if self._zero_bubble else 0
 
     def prepare(self, module: nn.Module) -> None:
         """Find out what belongs to which stage, while each process can run the whole model. Sends nothing.
@@ -115,7 +116,7 @@ class Pipeline:
             units=UnitsInFlight(module, zero_stage),
             agreement=self._agreement,
             after_backward=functools.partial(self._tied.add_gradients, gradients),
-            zero_bubble=self._config.pipeline_schedule == "zero_bubble",
+            zero_bubble=self._zero_bubble,
         )
         return model, self._run
 

@@ -212,7 +212,7 @@ class ActivationPlanner(MetersSteps):
         # The input and the output of each block of a pipeline stage stay on the device for each micro-batch in flight.
         in_pipeline = (sum(in_flight or (1,)) - 1) * 2 * max(profile.bytes_of("input"))
         waiting = engine.micro_batches.waiting - bool(metered)  # while it was metered, the gradients of one waited
-        working_set = working_set.with_more(in_pipeline + max(waiting, 0) * engine.micro_batches.waiting_bytes)
+        working_set = working_set.with_more(in_pipeline + waiting * engine.micro_batches.waiting_bytes)
         arena = None if engine.memory is None else engine.memory.arena
         costs = self._raising_together(
             lambda: measured_layer_costs(

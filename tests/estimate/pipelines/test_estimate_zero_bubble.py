@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import peft
 import pytest
 import torch
 import transformers
 
+from lightning_memo.config import PIPELINE_SCHEDULES, ZERO_COMMUNICATION
 from lightning_memo.estimate import Question, constants_of, load_cluster, load_model, search
-from lightning_memo.estimate.inputs.parallelism import Parallelism
+from lightning_memo.estimate.inputs.parallelism import Parallelism, Schedule
+from lightning_memo.estimate.request.estimate_request import ZeroCommunication
 from lightning_memo.estimate.step.step_estimate import estimate
 from lightning_memo.estimate.step.waiting_gradients import waiting_bytes, waiting_bytes_per_token
 from lightning_memo.estimate.times.layer_times import layer_times
@@ -95,6 +97,11 @@ def test_share_of_weights_falls_with_the_length(tokens: int, percent: int) -> No
     products = times.dense + times.dense_backward + times.attention_forward + times.attention_backward
     assert times.later == pytest.approx(times.dense)
     assert 100 * times.later / products == pytest.approx(percent, abs=0.5)
+
+
+def test_the_choices_are_those_of_training() -> None:
+    assert get_args(Schedule) == PIPELINE_SCHEDULES
+    assert get_args(ZeroCommunication) == ZERO_COMMUNICATION
 
 
 def test_adapters_and_experts_wait_for_nothing() -> None:
