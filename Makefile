@@ -14,8 +14,15 @@ CUDA_VENV := .cuda/venv
 CUDA_RUN := $(CUDA_VENV)/bin/python
 CUDA_INSTALLED := $(CUDA_VENV)/.installed
 CUDA_HEADERS := .cuda/toolkit/nvidia/cu13/include
+# The environment with the newest torch that is supported.
+NEWEST_TORCH := $(patsubst torch==%,%,$(shell cat tests/newest_torch.txt))
+NEWEST_VENV := .cuda/newest
+NEWEST_RUN := $(NEWEST_VENV)/bin/python
+NEWEST_INSTALLED := $(NEWEST_VENV)/.installed
+NEWEST_TESTS := tests/parallel/zero tests/parallel/pipeline/test_pipeline_zero.py \
+	tests/parallel/pipeline/zero_bubble/test_zero_bubble.py tests/allocator
 
-.PHONY: demo test test-slow test-cuda lint docs bench-cpu cuda-headers
+.PHONY: demo test test-slow test-cuda test-newest lint docs bench-cpu cuda-headers
 
 # One thread computes, which leaves a core to the thread that copies. More threads gain little at this size and lose much
 # while other programs run.
@@ -53,6 +60,15 @@ test-cuda: $(CUDA_INSTALLED)
 	TEST_DEVICE=cuda $(CUDA_RUN) -m pytest $(WORKERS) $(PARTED) -m "not slow" $$(grep -v '^#' tests/emulated_cuda/also_on_cuda.txt)
 	grep -v '^#' tests/emulated_cuda/late_on_cuda.txt | TEST_DEVICE=cuda EMULATED_CUDA_COPY_DELAY_US=5000 \
 		EMULATED_CUDA_KERNEL_DELAY_US=200 EMULATED_CUDA_SEED=$(SEED) xargs -d '\n' $(CUDA_RUN) -m pytest $(WORKERS)
+
+# Tests of what uses most of torch's private parts, with the newest torch.
+test-newest: export OMP_NUM_THREADS = 1
+test-newest: export PYTHONDONTWRITEBYTECODE =
+test-newest: export EMULATED_CUDA_DEVICES = 0
+test-newest:
+	@if $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))"; then \
+		$(MAKE) $(NEWEST_INSTALLED) && $(NEWEST_RUN) -m pytest $(WORKERS) -m "not slow" $(NEWEST_TESTS); \
+	else echo "test-newest: skipped, torch $(NEWEST_TORCH) needs Python 3.11 or newer"; fi
 
 lint: $(INSTALLED)
 	$(RUN) -m ruff check .
@@ -94,4 +110,15 @@ $(CUDA_INSTALLED): setup.cfg pyproject.toml tests/emulated_cuda/pyproject.toml $
 	sed -i -E '/^Requires-Dist: (cuda|nvidia|triton)/d' $(CUDA_VENV)/lib/python3*/site-packages/torch-2.13.0.dist-info/METADATA
 	$(CUDA_RUN) -m pip install -e ".[dev,peft,trainer]" "torch===2.13.0"
 	$(CUDA_RUN) -m pip install -e tests/emulated_cuda
+	touch $@
+
+# The newest torch for tests on the CPU. PyPI has only its CUDA build, which is installed as above.
+$(NEWEST_INSTALLED): setup.cfg pyproject.toml tests/newest_torch.txt
+	test -x $(NEWEST_RUN) || $(PYTHON) -m venv $(NEWEST_VENV)
+	$(NEWEST_RUN) -m pip install --no-deps -r tests/newest_torch.txt
+	sed -i -E '/^Requires-Dist: (cuda|nvidia|triton)/d' \
+		$(NEWEST_VENV)/lib/python3*/site-packages/torch-$(NEWEST_TORCH).dist-info/METADATA
+	$(NEWEST_RUN) -m pip install -e ".[dev,peft,trainer]" -r tests/newest_torch.txt
+	test -d $(CUDA_HEADERS) || $(NEWEST_RUN) tests/support/cuda_stub/fetch.py
+	$(NEWEST_RUN) tests/emulated_cuda/build.py --no-operators $(CUDA_HEADERS)
 	touch $@

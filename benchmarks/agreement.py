@@ -10,19 +10,27 @@ An estimate gets the constants of the machine that was simulated, which are in t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from cells.cell import Cell, Result, load_all
 from pages.generated_section import write_or_check
-from pages.markdown import table, tokens
+from pages.markdown import table
 from rehearse import described
 
-from lightning_memo.estimate import Estimate, Parallelism, Question, constants_of, estimate, load_cluster, load_model
+from lightning_memo.estimate import (
+    Estimate,
+    EstimateRequest,
+    Parallelism,
+    constants_of,
+    estimate,
+    load_cluster,
+    load_model,
+)
 from lightning_memo.shapes.adapters import adapters_of
-from lightning_memo.utils.units import format_bytes, format_seconds, parse_bytes
+from lightning_memo.utils.units import parse_bytes
 
 ROOT: Final = Path(__file__).parents[1]
 _RESULTS: Final = ROOT / "benchmarks" / "results"
@@ -94,10 +102,10 @@ def comparisons(folder: str = "rehearsed") -> list[Comparison]:
 
 
 def _estimate(cell: Cell, machine: dict[str, float]) -> Estimate:
-    return estimate(_question(cell, machine), Parallelism())
+    return estimate(_request(cell, machine), Parallelism())
 
 
-def _question(cell: Cell, machine: dict[str, float]) -> Question:
+def _request(cell: Cell, machine: dict[str, float]) -> EstimateRequest:
     shape, cluster = load_model(cell.model), load_cluster(_CLUSTER)
     if cell.tuning == "lora":
         shape = replace(shape, adapters=adapters_of(_LORA))
@@ -118,7 +126,7 @@ def _question(cell: Cell, machine: dict[str, float]) -> Question:
         host_bytes=int(machine["host_bytes"]),
         host_bandwidth=min(machine["to_host"], machine["to_device"]),
     )
-    return Question(
+    return EstimateRequest(
         shape=shape,
         cluster=cluster,
         constants=constants,
@@ -139,49 +147,41 @@ def main() -> int:
 
 
 def section(found: Sequence[Comparison], further: Sequence[Comparison]) -> str:
-    """Returns the table of Memo's default and checkpointing, and sentences about all other rehearsals."""
-    shown = [
-        c for c in found if c.cell.method in _SHOWN and not (c.cell.method == "checkpointing" and c.host != "1TiB")
+    """Returns the table of the largest errors, and how often the estimate is wrong about whether training fits."""
+    sets = {
+        f"{_SHOWN[method]}, {model}, {tuning}": [
+            c for c in found if (c.cell.method, c.cell.model, c.cell.tuning) == (method, model, tuning)
+        ]
+        for method, model, tuning in sorted({_group(c) for c in found if c.cell.method in _SHOWN}, key=_order)
+    }
+    sets["`alpha=0` and `alpha=1`"] = [c for c in found if c.cell.method not in _SHOWN]
+    sets["run afterwards: Llama 1B, 3B and 8B, hosts of 64 and 256 GiB, two attention kernels"] = [
+        c for c in further if "llama" in c.cell.model
     ]
-    head = ["", "tokens", "host", "step", "device memory", "host memory"]
-    rows = table(head, [list(_row(c)) for c in sorted(shown, key=_order)])
-    given = [c for c in found if c.cell.method not in _SHOWN]
+    sets["run afterwards: Qwen3 8B"] = [c for c in further if "llama" not in c.cell.model]
+    head = ["rehearsals", "number", "time", "device memory", "host memory"]
     wrong = sum((c.estimated.status == "ok") != c.fits for c in (*found, *further))
-    llamas = [c for c in further if "llama" in c.cell.model]
-    others = [c for c in further if c not in llamas]
     return (
-        f"{rows}\n\nThe largest errors of time, device memory and host memory elsewhere:\n\n"
-        f"- with `alpha=0` or `alpha=1`: {_largest(given)};\n"
-        f"- in rehearsals that were run after the estimate had been compared with those above (Llama 1B, 3B and 8B, "
-        f"LoRA and full,\n  64K to 192K, hosts of 64 and 256 GiB, two attention kernels): {_largest(llamas)};\n"
-        f"- the same for Qwen3 8B: {_largest(others)}.\n\n"
+        f"{table(head, [[name, *_largest(members)] for name, members in sets.items()])}\n\n"
         f"Whether training fits is estimated wrongly in {wrong} of all {len(found) + len(further)} rehearsals."
     )
 
 
-def _largest(comparisons: Sequence[Comparison]) -> str:
+def _group(comparison: Comparison) -> tuple[str, str, str]:
+    cell = comparison.cell
+    return cell.method, cell.model, cell.tuning
+
+
+def _order(group: tuple[str, str, str]) -> tuple[int, str, str]:
+    method, model, tuning = group
+    return list(_SHOWN).index(method), model, tuning
+
+
+def _largest(comparisons: Sequence[Comparison]) -> list[str]:
+    """Returns the number of rehearsals that fit, and the largest errors among them."""
     errors = [c.errors for c in comparisons if c.fits]
     largest = (max(map(abs, column)) for column in zip(*errors, strict=True))
-    return f"{', '.join(f'{error:.1f} %' for error in largest)} ({len(errors)} rehearsals)"
-
-
-def _order(comparison: Comparison) -> tuple[Any, ...]:
-    cell = comparison.cell
-    return cell.method == "checkpointing", cell.model, cell.tuning, cell.tokens, comparison.host != "128GiB"
-
-
-def _row(comparison: Comparison) -> Iterator[str]:
-    cell = comparison.cell
-    yield f"{_SHOWN[cell.method]}, {cell.model}, {cell.tuning}"
-    yield tokens(cell.tokens)
-    yield "any" if cell.method == "checkpointing" else comparison.host
-    if not comparison.fits:
-        yield f"{comparison.rehearsed['status']}, {comparison.estimated.status}"
-        yield from ("-", "-")
-        return
-    formats = (format_seconds, format_bytes, format_bytes)
-    for form, measured, error in zip(formats, comparison.measured, comparison.errors, strict=True):
-        yield f"{form(measured)}, {round(error, 1) + 0.0:+.1f} %" if measured else "0, 0"
+    return [str(len(errors)), *(f"{error:.1f} %" for error in largest)]
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_memo.allocator import PlannedAllocator
-from lightning_memo.allocator.allocator_library import AllocatorLibrary
+from lightning_memo.allocator.planned_allocator import AllocatorLibrary
 from lightning_memo.utils import native_build as native
 from lightning_memo.utils.files import replacing
 
@@ -76,11 +76,9 @@ class _Timer:
     def __init__(self, phases: int) -> None:
         self._phases = phases
         self._allocator = PlannedAllocator(torch.device("cpu"))
-        flags = native.torch_flags()
-        library = native.load("allocator_benchmark", [Path(__file__).with_suffix(".cpp")], flags)
-        self._time = library.time_requests
-        self._time.restype = ctypes.c_double
-        self._time.argtypes = [ctypes.c_int64] * 4 + [ctypes.c_void_p]
+        functions = {"time_requests": (ctypes.c_double, *[ctypes.c_int64] * 4, ctypes.c_void_p)}
+        source = Path(__file__).with_suffix(".cpp")
+        self._time = native.load("allocator_benchmark", [source], functions, native.torch_flags()).time_requests
         self._mark = ctypes.cast(AllocatorLibrary("cpu").phase, ctypes.c_void_p)
 
     def measure(self, size_bytes: int, live: int, repeats: int) -> dict[str, Any]:

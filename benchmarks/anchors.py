@@ -15,7 +15,15 @@ from typing import Final
 from pages.generated_section import write_or_check
 from pages.markdown import table
 
-from lightning_memo.estimate import Estimate, Parallelism, Question, constants_of, estimate, load_cluster, load_model
+from lightning_memo.estimate import (
+    Estimate,
+    EstimateRequest,
+    Parallelism,
+    constants_of,
+    estimate,
+    load_cluster,
+    load_model,
+)
 
 ROOT: Final = Path(__file__).parents[1]
 _CLUSTER: Final = "h100"
@@ -73,7 +81,7 @@ def _gigabytes(answer: Estimate, on_host: set[str]) -> float:
 def _trl(model: str, constants: str) -> Estimate:
     """The estimate of TRL's run: checkpoints, ring attention over 8 H100 and ZeRO 3, with weights in fp32."""
     cluster = replace(load_cluster(_CLUSTER), device_bytes=2**38)  # as if there were room for what is on the host
-    question = Question(
+    request = EstimateRequest(
         shape=load_model(model),
         cluster=cluster,
         constants=replace(constants_of(_CLUSTER), **{name: getattr(constants_of(constants), name) for name in _TIMES}),
@@ -83,7 +91,7 @@ def _trl(model: str, constants: str) -> Estimate:
         batch_size=1,
         precision="bf16-mixed",
     )
-    return estimate(question, Parallelism(cp=8, zero_stage=3))
+    return estimate(request, Parallelism(cp=8, zero_stage=3))
 
 
 def section() -> str:

@@ -25,10 +25,10 @@ from circumstances import circumstances
 from rich.console import Console
 from rich.table import Table
 
-from lightning_memo.data.balanced_order import balanced_order
 from lightning_memo.data.packing import PackedRows
-from lightning_memo.estimate import Parallelism, Question, constants_of, load_cluster, load_model
-from lightning_memo.estimate.times.layer_times import layer_times
+from lightning_memo.data.resumable_loader import balanced_order
+from lightning_memo.estimate import EstimateRequest, Parallelism, constants_of, load_cluster, load_model
+from lightning_memo.estimate.step_times import layer_times
 from lightning_memo.parallel.batches.token_layout import ring_chunks
 from lightning_memo.utils.files import replacing
 
@@ -92,11 +92,11 @@ def _compare(options: argparse.Namespace, rows: PackedRows, data: int, ring: int
 def _seconds(options: argparse.Namespace, ring: int) -> tuple[float, float]:
     """Returns the times of all layers: without attention, and of attention if the row is one document."""
     shape, cluster = load_model(options.model), load_cluster(options.cluster)
-    question = Question(
+    request = EstimateRequest(
         shape=shape, cluster=cluster, constants=constants_of(options.cluster), method="memo", gpus=ring,
         seq_len=options.seq_len, batch_size=1,
     )  # fmt: skip
-    times = layer_times(question, Parallelism(cp=ring))
+    times = layer_times(request, Parallelism(cp=ring))
     attention = times.attention_forward + times.attention_backward
     return shape.layers * (times.computing - attention), shape.layers * attention
 

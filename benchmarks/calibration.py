@@ -22,14 +22,13 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_memo.artifacts.layer_costs import LayerCosts
-from lightning_memo.cli.runs.calibration_runs import fastest_run
-from lightning_memo.estimate.calibration.fitting import LayerMeasurement, fit
-from lightning_memo.estimate.inputs.constants import constants_of
-from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.inputs.presets import load_cluster, load_model, load_preset
-from lightning_memo.estimate.request.estimate_request import Question
-from lightning_memo.estimate.step.planner_inputs import estimated_layer_costs
-from lightning_memo.planner.alpha.step_time import steady
+from lightning_memo.cli.calibration_runs import fastest_run
+from lightning_memo.estimate.calibrate import LayerMeasurement, fit
+from lightning_memo.estimate.cluster import constants_of
+from lightning_memo.estimate.planner_inputs import estimated_layer_costs
+from lightning_memo.estimate.presets import load_cluster, load_model, load_preset
+from lightning_memo.estimate.request import EstimateRequest, Parallelism
+from lightning_memo.planner.step_time import steady
 from lightning_memo.utils.files import replacing
 
 _RESULTS = Path(__file__).parent / "results"
@@ -48,11 +47,11 @@ def main() -> None:
     ]
     base = replace(constants_of(cluster.name), program="lightning_memo")
     constants, residuals = fit(runs[:-1], cluster, base)
-    question = Question(
+    request = EstimateRequest(
         shape=shape, cluster=cluster, constants=constants, method="memo", gpus=1, seq_len=options.lengths[-1],
         batch_size=1,
     )  # fmt: skip
-    measured, predicted = _seconds(steady(runs[-1].costs)), _seconds(estimated_layer_costs(question, Parallelism()))
+    measured, predicted = _seconds(steady(runs[-1].costs)), _seconds(estimated_layer_costs(request, Parallelism()))
     report: dict[str, Any] = {
         **circumstances(("torch", "transformers")),
         "settings": {name: getattr(options, name) for name in ("model", "cluster", "lengths", "repeats", "threads")},

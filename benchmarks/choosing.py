@@ -21,11 +21,10 @@ from pages.generated_section import write_or_check
 from pages.markdown import table
 
 from lightning_memo.cli.hydra_command import config_dir
-from lightning_memo.estimate.command import answer
+from lightning_memo.estimate.command import CommandSettings, answer, read_settings
 from lightning_memo.estimate.parallelism_search import search
-from lightning_memo.estimate.request.command_settings import CommandRequest, read_settings
-from lightning_memo.estimate.request.estimate_request import Estimate
-from lightning_memo.estimate.step.activation_fractions import format_alpha
+from lightning_memo.estimate.request import Estimate
+from lightning_memo.estimate.tables import format_alpha
 from lightning_memo.utils.units import format_bytes
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "choosing.md"
@@ -143,17 +142,17 @@ def _answers(sweep: Sweep) -> Iterator[tuple[str, Mapping[str, Estimate]]]:
 
 
 def _estimate(overrides: list[str]) -> Estimate:
-    _, ranking = answer(_request(overrides), progress=False)
+    _, ranking = answer(_command(overrides), progress=False)
     return ranking.best
 
 
 def _searched(overrides: list[str]) -> Estimate:
     """Returns the estimate without the additional advice of the command."""
-    request = _request(overrides)
-    return search(request.question, request.forced).best
+    command = _command(overrides)
+    return search(command.request, command.forced).best
 
 
-def _request(overrides: list[str]) -> CommandRequest:
+def _command(overrides: list[str]) -> CommandSettings:
     with initialize_config_dir(config_dir(), version_base="1.3"):
         settings: Any = OmegaConf.to_container(compose("estimate", overrides))
     return read_settings(settings, next(o.partition("=")[2] for o in overrides if o.startswith("model=")))

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -15,15 +16,28 @@ from typing import Any
 
 
 def circumstances(packages: Sequence[str]) -> dict[str, Any]:
-    """Returns the command, the date, the versions of Python and packages, the processor, and the simulated machine."""
+    """Returns the command, date, commit, versions of Python and packages, processor, and the simulated machine."""
     machine = simulated_machine()
     return {
         **({} if machine is None else {"simulated": machine}),
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
         "versions": {"python": platform.python_version(), **{package: version_of(package) for package in packages}},
         "cpu": {"name": cpu_name(), "cores": os.cpu_count(), "load": os.getloadavg()},
     }
+
+
+def commit() -> str | None:
+    """Returns the commit of this checkout, with "-dirty" if code differs from it; `None` outside of a repository."""
+    root = Path(__file__).parents[1]
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    code = ["lightning_memo", "conf", "benchmarks", ":!benchmarks/results"]
+    changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", *code], cwd=root).returncode
+    return head.stdout.decode().strip() + ("-dirty" if changed else "")
 
 
 def simulated_machine() -> dict[str, float] | None:

@@ -4,7 +4,7 @@
 
 The fit minimizes absolute errors of MFU in percentage points, by Gauss-Newton steps in the logarithms of the constants
 in which the weight of each cell is the inverse of its error. The results are copied by hand, with three digits, to
-lightning_memo/estimate/inputs/calibrated.
+benchmarks/paper_programs.py, and those that other clusters share to lightning_memo/estimate/calibrated.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import paper_cells
 
-from lightning_memo.estimate.step.step_estimate import estimate
-
 FITTED = {
     "dense_efficiency": 0.7,
     "attention_forward_efficiency": 0.7,
@@ -28,6 +26,7 @@ FITTED = {
 }
 """The constants, with the start values of the search."""
 
+_OF_ALLOCATOR = "reorganised_bytes_per_second"
 _ITERATIONS = 40
 _STEP = 1e-3
 _LEAST_ERROR = 0.05  # points; smaller errors get no more weight
@@ -57,8 +56,10 @@ def residuals(cells: Sequence[paper_cells.MfuCell], values: Floats) -> Floats:
 
 
 def _mfu(cell: paper_cells.MfuCell, fitted: dict[str, float]) -> float:
-    constants = replace(cell.question.constants, **fitted)
-    mfu = estimate(replace(cell.question, constants=constants), cell.parallel).mfu
+    run, shares = cell.run, {name: value for name, value in fitted.items() if name != _OF_ALLOCATOR}
+    allocator = replace(run.allocator, **{_OF_ALLOCATOR: fitted[_OF_ALLOCATOR]})
+    run = replace(run, constants=replace(run.constants, **shares), allocator=allocator)
+    mfu = run.estimate(cell.parallel).mfu
     assert mfu is not None, cell
     return mfu
 

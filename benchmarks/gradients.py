@@ -36,10 +36,9 @@ from torch.utils.data import DataLoader
 from transformers.integrations import sdpa_attention
 
 from lightning_memo import MemoStrategy
-from lightning_memo.estimate.inputs.presets import load_preset, preset_names
+from lightning_memo.estimate.presets import load_preset, preset_names
 from lightning_memo.models import ModelConfig, build_model
-from lightning_memo.trials.random_tokens import RandomTokens
-from lightning_memo.trials.training_trial import QUIET
+from lightning_memo.trials.training_trial import QUIET, RandomTokens
 from lightning_memo.utils.files import replacing
 
 _RESULTS = Path(__file__).parent / "results"

@@ -31,8 +31,8 @@ from measure import brief, free_garbage, ratios, spread
 from rich.console import Console
 from rich.table import Table
 
-from lightning_memo.engine.copies.device_clock import Clock
-from lightning_memo.estimate.inputs.presets import preset_names
+from lightning_memo.engine.timeline_recorder import Clock
+from lightning_memo.estimate.presets import preset_names
 from lightning_memo.utils.files import replacing
 from lightning_memo.utils.units import format_bytes
 

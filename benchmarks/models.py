@@ -1,4 +1,4 @@
-"""Trains a tiny model of every type that transformers registers, at each level, and generates docs/models.md.
+"""Trains a tiny model of every type that transformers registers, at each level, and generates a page and a table.
 
     python benchmarks/models.py
     python benchmarks/models.py --kinds causal masked --levels "alpha 0" fractions
@@ -8,7 +8,7 @@
 
 Each type has processes of its own. Losses and gradients are compared with those of plain training. Results are written
 after each type, with the version of transformers that it was trained with, and a run continues where an earlier one
-stopped; `--again` repeats what is there.
+stopped; `--again` repeats what is there. The page is docs/models.md, and the table benchmarks/results/models.csv.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from circumstances import circumstances, version_of
 from model_types.kinds import KINDS
 from model_types.levels import LEVELS
-from model_types.page import render
+from model_types.page import render, table
 from model_types.processes import train_type
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -38,16 +38,18 @@ def main() -> int:
     options = _options()
     if not (options.page_only or options.check):
         _train(options, _with_versions(load(options.results)) if options.results.exists() else {})
-    made = render(load(options.results))
+    report = load(options.results)
+    made = {options.page: render(report), options.table: table(report)}
     if options.check:
-        same = options.page.is_file() and options.page.read_text(encoding="utf-8") == made
-        if not same:
-            print(
-                f"{options.page} is not what the results say: python benchmarks/models.py --page-only", file=sys.stderr
-            )
-        return 0 if same else 1
-    with replacing(options.page) as unfinished:
-        unfinished.write_text(made, encoding="utf-8")
+        old = [
+            str(path) for path, text in made.items() if not path.is_file() or path.read_text(encoding="utf-8") != text
+        ]
+        if old:
+            print(f"not what the results say: {', '.join(old)}: run benchmarks/models.py --page-only", file=sys.stderr)
+        return 1 if old else 0
+    for path, text in made.items():
+        with replacing(path) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
     return 0
 
 
@@ -73,9 +75,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--levels", choices=LEVELS, nargs="+", default=list(LEVELS))
     parser.add_argument("--again", action="store_true", help="repeat what has been trained before")
     parser.add_argument("--seconds", type=float, default=120.0, help="time limit of each level of a type")
-    parser.add_argument("--page-only", action="store_true", help="train nothing, and generate the page")
-    parser.add_argument("--check", action="store_true", help="train nothing; status 1 if the page is out of date")
+    parser.add_argument("--page-only", action="store_true", help="train nothing, and generate the page and the table")
+    parser.add_argument("--check", action="store_true", help="train nothing; status 1 if page or table is out of date")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "models.md")
+    parser.add_argument("--table", type=Path, default=ROOT / "benchmarks" / "results" / "models.csv")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results" / "models.json")
     return parser.parse_args()
 

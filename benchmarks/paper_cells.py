@@ -1,4 +1,4 @@
-"""Cells of the papers' tables as questions to the cost model, and the known errors of the papers."""
+"""Cells of the papers' tables as runs of the papers' programs, and the known errors of the papers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lightning_memo.estimate.inputs.constants import constants_of
-from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.inputs.presets import load_cluster, load_model
-from lightning_memo.estimate.request.estimate_request import Estimate, Method, Question
-from lightning_memo.estimate.step.device_bytes import model_state_bytes
-from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs
-from lightning_memo.estimate.step.step_estimate import estimate
-from lightning_memo.planner import solve_alpha
-from lightning_memo.shapes.model_shape import ModelShape
+from paper_programs import A800, Method, PaperEstimate, PaperRun, program_bytes
+
+from lightning_memo.estimate import ModelShape, Parallelism, constants_of, load_cluster, load_model
+from lightning_memo.estimate.device_bytes import model_state_bytes
 
 TABLES = Path(__file__).parent.parent / "tests" / "reference" / "papers"
 BATCH_SIZE = 16
@@ -84,12 +79,12 @@ def shape_of(model: str) -> ModelShape:
     return load_model("llama3_8b" if model == "8B" else f"gpt_{model.lower()}")
 
 
-def question(model: str, seq_k: int, method: Method = "memo", alpha: float | None = None) -> Question:
-    """Returns the question for one of MEMO's cells."""
-    return Question(
+def run_of(model: str, seq_k: int, method: Method = "memo", alpha: float | None = None) -> PaperRun:
+    """Returns the run of one of MEMO's cells."""
+    return PaperRun(
         shape=shape_of(model),
         cluster=load_cluster("a800"),
-        constants=constants_of("a800"),
+        constants=A800,
         method=method,
         gpus=GPUS[model],
         seq_len=seq_k * 1024,
@@ -112,17 +107,17 @@ def appendix() -> list[tuple[str, int, Parallelism | None, float | None]]:
 
 @dataclass(frozen=True)
 class MfuCell:
-    """A cell with an MFU, or with a status if there is none, and its question."""
+    """A cell with an MFU, or with a status if there is none, and its run."""
 
     table: str
     row: str
     paper: Any
-    question: Question
+    run: PaperRun
     parallel: Parallelism
 
     @property
     def cell(self) -> Cell:
-        answer = estimate(self.question, self.parallel)
+        answer = self.run.estimate(self.parallel)
         return Cell(self.table, self.row, self.paper, answer.mfu if answer.status == "ok" else answer.status)
 
 
@@ -130,7 +125,7 @@ def table3() -> list[MfuCell]:
     """Returns the MFU of Memo with the parallelism and alpha of the appendix."""
     mfu = {(r["model"], int(r["seq_k"])): r["mfu_pct"] for r in rows("memo_table3_sigmod") if r["method"] == "Memo"}
     return [
-        MfuCell(model, f"{seq_k}K", float(mfu[model, seq_k]), question(model, seq_k, alpha=alpha), parallel)
+        MfuCell(model, f"{seq_k}K", float(mfu[model, seq_k]), run_of(model, seq_k, alpha=alpha), parallel)
         for model, seq_k, parallel, alpha in appendix()
         if parallel is not None
     ]
@@ -143,8 +138,8 @@ def table4() -> list[MfuCell]:
     for row in rows("memo_table4_ablation"):
         if row["source"] == "sigmod":
             method, seq_k = ABLATIONS[row["method"]], int(row["seq_k"])
-            asked = question("7B", seq_k, method, alphas[seq_k] if method == "memo" else None)
-            cells.append(MfuCell(row["method"], f"{seq_k}K", _mfu_or_status(row), asked, ABLATION))
+            run = run_of("7B", seq_k, method, alphas[seq_k] if method == "memo" else None)
+            cells.append(MfuCell(row["method"], f"{seq_k}K", _mfu_or_status(row), run, ABLATION))
     return cells
 
 
@@ -155,7 +150,7 @@ def table5() -> list[MfuCell]:
             f"{row['seq_k']}K",
             f"alpha {float(row['alpha']):g}",
             _mfu_or_status(row),
-            question("7B", int(row["seq_k"]), alpha=float(row["alpha"])),
+            run_of("7B", int(row["seq_k"]), alpha=float(row["alpha"])),
             ABLATION,
         )
         for row in rows("memo_table5_alpha_sweep")
@@ -179,7 +174,7 @@ def zero_table() -> list[Cell]:
             row["model"],
             f"{row['dp']} GPUs, stage {row['zero_stage']}",
             float(row["gb"]),
-            model_state_bytes(sizes[row["model"]], int(row["dp"]), int(row["zero_stage"])).total / 1e9,
+            model_state_bytes(sizes[row["model"]], int(row["dp"]), int(row["zero_stage"]), program_bytes()).total / 1e9,
         )
         for row in rows("zero_memory")
     ]
@@ -188,7 +183,7 @@ def zero_table() -> list[Cell]:
 def alphas() -> list[Cell]:
     """Compares the appendix's alphas with those chosen for its parallelism."""
     return [
-        Cell(model, f"{seq_k}K", alpha, estimate(question(model, seq_k), parallel).alpha)
+        Cell(model, f"{seq_k}K", alpha, run_of(model, seq_k).estimate(parallel).alpha)
         for model, seq_k, parallel, alpha in appendix()
         if parallel is not None
     ]
@@ -199,8 +194,7 @@ def alphas_of_program() -> list[Cell]:
     cells = []
     for model, seq_k, parallel, alpha in appendix():
         if parallel is not None:
-            costs, room = (make(question(model, seq_k), parallel) for make in (estimated_layer_costs, device_budget))
-            limit = solve_alpha(costs, room).alpha
+            limit = run_of(model, seq_k).solved_alpha(parallel)
             cells.append(Cell(model, f"{seq_k}K", alpha, math.floor(8 * limit) / 8))
     return cells
 
@@ -219,16 +213,16 @@ def fpdt_lengths() -> list[Cell]:
     return cells
 
 
-def fpdt_table3() -> tuple[dict[str, str], Estimate]:
+def fpdt_table3() -> tuple[dict[str, str], PaperEstimate]:
     """Returns FPDT's own row of its table 3 and its estimate (Llama 8B, 8 A100-80G). Only its length is in table 1."""
     row = max(rows("fpdt_table3_llama8b_8gpu"), key=lambda row: int(row["max_seq_k"]))
     return row, _fpdt({"model": "8B", "gpu": "A100-80G", "n_gpus": "8"}, int(row["max_seq_k"]))
 
 
-def _fpdt(row: dict[str, str], seq_k: int) -> Estimate:
+def _fpdt(row: dict[str, str], seq_k: int) -> PaperEstimate:
     cluster = row["gpu"].lower().replace("-", "_").removesuffix("g")
     gpus = int(row["n_gpus"])
-    asked = Question(
+    run = PaperRun(
         shape=shape_of(row["model"]),
         cluster=load_cluster(cluster),
         constants=constants_of(cluster),
@@ -237,4 +231,4 @@ def _fpdt(row: dict[str, str], seq_k: int) -> Estimate:
         seq_len=seq_k * 1024,
         batch_size=1,
     )
-    return estimate(asked, Parallelism(cp=gpus, zero_stage=3))
+    return run.estimate(Parallelism(cp=gpus, zero_stage=3))

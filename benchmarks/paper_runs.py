@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
-from paper_cells import CORRECTED, Cell, appendix, question, rows
+from paper_cells import CORRECTED, Cell, appendix, rows, run_of
+from paper_programs import Method, PaperEstimate, fastest
 
-from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.parallelism_search import Ranking, search
-from lightning_memo.estimate.request.estimate_request import Estimate, Method
-from lightning_memo.estimate.step.step_estimate import estimate
+from lightning_memo.estimate import Parallelism
 
 PEERS: Final[dict[str, Method]] = {"Memo": "memo", "Mega": "megatron", "DS": "deepspeed_ulysses"}
 """The methods, by their names in table 3."""
@@ -26,7 +24,7 @@ class Run:
     """A row of table 3 that has numbers, and its estimate."""
 
     row: dict[str, str]
-    answer: Estimate
+    answer: PaperEstimate
     listed: bool
     """Whether the appendix lists the parallelism; otherwise it is the fastest that the search finds."""
 
@@ -59,9 +57,9 @@ def runs(peer: str) -> tuple[Run, ...]:
         if row["status"] == "ok":
             parallel, alpha = listed.get((model, seq_k), (None, None))
             if parallel is not None:
-                answer = estimate(question(model, seq_k, PEERS[peer], alpha), parallel)
+                answer = run_of(model, seq_k, PEERS[peer], alpha).estimate(parallel)
             else:
-                answer = ranking(model, seq_k, PEERS[peer]).best
+                answer = ranking(model, seq_k, PEERS[peer])[0]
             found.append(Run(row, answer, parallel is not None))
     return tuple(found)
 
@@ -71,7 +69,7 @@ def found_cells(peer: str) -> list[Cell]:
     cells = []
     for run in runs(peer):
         if run.listed:
-            best = ranking(run.row["model"], int(run.row["seq_k"]), PEERS[peer]).best
+            best = ranking(run.row["model"], int(run.row["seq_k"]), PEERS[peer])[0]
             cells.append(Run(run.row, best, listed=False).cell("mfu_pct"))
     return cells
 
@@ -82,15 +80,15 @@ def without_recomputation() -> list[Cell]:
     for run in runs("Mega"):
         model, seq_k = _key(run.row)
         if seq_k < LISTED_FROM:
-            cells.append(Run(run.row, ranking(model, seq_k, "plain").best, listed=False).cell("mfu_pct"))
+            cells.append(Run(run.row, ranking(model, seq_k, "plain")[0], listed=False).cell("mfu_pct"))
     return cells
 
 
 @cache
-def ranking(model: str, seq_k: int, method: Method) -> Ranking:
-    """Returns all parallelisms without pipelines; DeepSpeed always ran with ZeRO 3."""
-    stage = {"zero_stage": 3} if method == "deepspeed_ulysses" else {}
-    return search(question(model, seq_k, method), {"pp": 1, **stage})
+def ranking(model: str, seq_k: int, method: Method) -> tuple[PaperEstimate, ...]:
+    """Returns all parallelisms without pipelines, the best first; DeepSpeed always ran with ZeRO 3."""
+    run, zero_stage = run_of(model, seq_k, method), 3 if method == "deepspeed_ulysses" else None
+    return tuple(fastest(list(map(run.estimate, run.parallelisms(zero_stage)))))
 
 
 def statuses(peer: str) -> list[Cell]:
@@ -103,7 +101,7 @@ def statuses(peer: str) -> list[Cell]:
 
 
 def _fits(model: str, seq_k: int, method: Method) -> bool:
-    return ranking(model, seq_k, method).best.status == "ok"
+    return ranking(model, seq_k, method)[0].status == "ok"
 
 
 def ranks() -> list[Cell]:
@@ -111,8 +109,7 @@ def ranks() -> list[Cell]:
     cells = []
     for model, seq_k, parallel, _ in appendix():
         if parallel is not None:
-            of_cell = ranking(model, seq_k, "memo")
-            answers = [of_cell.best, *(other.estimate for other in of_cell.alternatives)]
+            answers = ranking(model, seq_k, "memo")
             places = [_divided(answer.parallel) for answer in answers if answer.status == "ok"]
             wanted = _divided(parallel)
             place = places.index(wanted) + 1 if wanted in places else 0

@@ -11,25 +11,7 @@ import paper_cells
 import paper_runs
 from paper_cells import Cell
 
-from lightning_memo.estimate.step.published_alpha import PUBLISHED_ALPHAS
-
-_RULE: Final = """In training, the linear program gives one alpha for a cell. The runs of MEMO's paper used other
-values, for which no physical rule was found. This rule describes them: alpha is 1, 1/2 or 1/8 if the linear program's
-alpha is at least {limits}, and otherwise 0. It is also 0 if the copies of all tokens would take longer than the
-forward pass. Only `cluster=a800`, whose constants are those of the paper's program, uses the rule, and says so in
-`limits`."""
-
 _MEASURES: Final = {"mfu_pct": "MFU", "tgs": "tokens per GPU and second", "wall_s": "seconds of a step"}
-
-_FOUND: Final = (
-    '"found": the appendix lists no parallelism for this length, so the fastest that the search finds is used.'
-)
-_AS_MEGATRON: Final = " Below 64K the paper's numbers for Memo equal those of Megatron-LM, because nothing was swapped."
-_KEPT: Final = """According to the appendix, all lengths are recomputed. At 32K the paper's MFU is higher than
-recomputation allows, so at least that run did not recompute."""
-_FPDT: Final = """FPDT does not say whether its MFU counts recomputed operations, so both variants are given. The
-other nine rows are intermediate steps (tensor parallelism, checkpoints on the host, stages of ZeRO), which the table
-as given does not tell apart. They are not estimated, but count for the mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +23,11 @@ class Section:
     unit: str = ""
     """Unit of the errors; "%" means a percentage of the paper's numbers."""
 
-    note: str = ""
     others: Sequence[float] = ()
     """Numbers of the paper's column that are not estimated; they count for its mean."""
 
     part: bool = False
-    """Whether another section has the same cells; only the summary is then printed."""
+    """Whether another section has the same cells."""
 
     @property
     def numbers(self) -> list[Cell]:
@@ -91,10 +72,8 @@ def sections() -> Iterator[Section]:
     sweep = [c.cell for c in paper_cells.table5()]
     yield Section(title="MEMO, table 5: MFU by alpha", cells=sweep, unit="points")
     yield Section(title="MEMO, table 5: best alpha of each length", cells=best_alphas(sweep))
-    limits = ", ".join(f"{least:g}" for least, _ in PUBLISHED_ALPHAS)
-    rule = _RULE.format(limits=limits)
     alphas, of_program = paper_cells.alphas(), paper_cells.alphas_of_program()
-    yield Section(title="MEMO, appendix, table 7: alpha", cells=alphas, unit="of 1", note=rule)
+    yield Section(title="MEMO, appendix, table 7: alpha", cells=alphas, unit="of 1")
     yield Section(
         title="MEMO, appendix, table 7: alpha without the rule, down to eighths", cells=of_program, unit="of 1"
     )
@@ -108,17 +87,16 @@ def sections() -> Iterator[Section]:
 
 def _table3() -> Iterator[Section]:
     for peer, name in paper_runs.NAMES.items():
-        note = _FOUND + (_AS_MEGATRON if peer == "Memo" else "")
         for model in paper_cells.MODELS:
             runs = [run for run in paper_runs.runs(peer) if run.row["model"] == model]
             for column, what in _MEASURES.items():
                 unit = "points" if column == "mfu_pct" else "%"
                 cells = [run.cell(column) for run in runs]
-                yield Section(title=f"MEMO, table 3, {name}, {model}: {what}", cells=cells, unit=unit, note=note)
+                yield Section(title=f"MEMO, table 3, {name}, {model}: {what}", cells=cells, unit=unit)
                 if column == "mfu_pct":
                     yield _listed(f"MEMO, table 3, {name}, {model}: MFU with the appendix's parallelism", runs)
     title = "MEMO, table 3, Megatron-LM below 64K: MFU without recomputation"
-    yield Section(title=title, cells=paper_runs.without_recomputation(), unit="points", note=_KEPT)
+    yield Section(title=title, cells=paper_runs.without_recomputation(), unit="points")
     for peer, name in paper_runs.NAMES.items():
         title = f"MEMO, table 3, {name}: MFU with the parallelism that the search finds"
         yield Section(title=title, cells=paper_runs.found_cells(peer), unit="points")
@@ -131,11 +109,7 @@ def _listed(title: str, runs: Sequence[paper_runs.Run]) -> Section:
 
 def _table4() -> Iterator[Section]:
     cells = [c.cell for c in paper_cells.table4()]
-    note = (
-        "Full Recomputation without a plan is Megatron-LM. The time of its allocator's reorganisations is the size of "
-        "the skeletal activations, divided by one fitted rate and by the share of memory that is free."
-    )
-    yield Section(title="MEMO, table 4: MFU", cells=cells, unit="points", note=note)
+    yield Section(title="MEMO, table 4: MFU", cells=cells, unit="points")
     for method in paper_cells.ABLATIONS:
         of_method = [cell for cell in cells if cell.table == method]
         yield Section(title=f"MEMO, table 4, {method}: MFU", cells=of_method, unit="points", part=True)
@@ -143,10 +117,8 @@ def _table4() -> Iterator[Section]:
 
 def _ranks() -> Iterator[Section]:
     places = paper_runs.ranks()
-    first = sum(1 <= cell.ours <= 3 for cell in places)
-    note = f"{first} of {len(places)} are among the first three. The search does not cover pipelines."
     title = "MEMO, appendix, table 7: rank by time of the paper's parallelism (0: not found)"
-    yield Section(title=title, cells=places, note=note)
+    yield Section(title=title, cells=places)
     near = [
         replace(cell, paper="first three", ours="first three" if 1 <= cell.ours <= 3 else "later") for cell in places
     ]
@@ -166,7 +138,7 @@ def _fpdt() -> Iterator[Section]:
     for what, (column, ours, unit) in asked.items():
         cell = Cell("Llama 8B", f"{row['max_seq_k']}K, 8 GPUs", float(row[column]), ours)
         column_of_others = [float(other[column]) for other in others]
-        yield Section(title=f"FPDT, table 3: {what}", cells=[cell], unit=unit, note=_FPDT, others=column_of_others)
+        yield Section(title=f"FPDT, table 3: {what}", cells=[cell], unit=unit, others=column_of_others)
 
 
 def best_alphas(sweep: Sequence[Cell]) -> list[Cell]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -16,13 +17,21 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointFunction, CheckpointPolicy, create_selective_checkpoint_contexts
 
 from lightning_memo.engine.modules.layer_forward import replace_forward
 from lightning_memo.utils.find_layers import find_hugging_face, find_stacks
 
 _IGNORED = -100  # label without a loss, as in transformers
 _LOGITS_BYTES = 2**30  # fp32 logits of a tile of ALST's loss, as in ArcticTraining
+_aten = torch.ops.aten
+_ATTENTION = (
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+)
+_PRODUCTS = (_aten.mm.default, _aten.addmm.default)
 
 
 class Unavailable(RuntimeError):
@@ -49,11 +58,17 @@ Attach = Callable[[nn.Module, ExitStack], Peer]
 
 
 @contextmanager
-def checkpointing(model: nn.Module, reentrant: bool = False) -> Iterator[None]:
-    """Hugging Face's gradient checkpointing: each layer saves its input and runs again in the backward pass."""
+def checkpointing(model: nn.Module, reentrant: bool = False, **settings: Any) -> Iterator[None]:
+    """Hugging Face's gradient checkpointing: each layer saves its input and runs again in the backward pass.
+
+    Args:
+        model: The model.
+        reentrant: Whether PyTorch's reentrant variant is used.
+        settings: Further arguments of `torch.utils.checkpoint.checkpoint`.
+    """
     # The second names are from older releases of transformers 5.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": reentrant})
+    enable({"use_reentrant": reentrant, **settings})
     if reentrant:  # the first layer needs an input with a gradient, although its embedding is frozen
         model.enable_input_require_grads()
     try:
@@ -71,6 +86,33 @@ def attach_plain(model: nn.Module, stack: ExitStack) -> Peer:
 def attach_checkpointing(model: nn.Module, stack: ExitStack) -> Peer:
     stack.enter_context(checkpointing(model))
     return Peer(packages=named("transformers"))
+
+
+def attach_selective(model: nn.Module, stack: ExitStack) -> Peer:
+    """Checkpointing that saves the outputs of attention: PyTorch's selective activation checkpointing."""
+    contexts = partial(create_selective_checkpoint_contexts, list(_ATTENTION))
+    stack.enter_context(checkpointing(model, context_fn=contexts))
+    return Peer(packages=named("torch", "transformers"))
+
+
+def attach_selective_products(model: nn.Module, stack: ExitStack) -> Peer:
+    """The same, which also saves the output of every second matrix product of a layer (torchtitan's rule)."""
+    stack.enter_context(checkpointing(model, context_fn=_saving_every_second_product))
+    return Peer(packages=named("torch", "transformers"))
+
+
+def _saving_every_second_product() -> Any:
+    """Returns the contexts of a layer's forward and of its recomputation, which count products alike."""
+    counts = {False: 0, True: 0}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        saved = op in _ATTENTION
+        if op in _PRODUCTS:
+            counts[context.is_recompute] += 1
+            saved = counts[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def attach_save_on_cpu(model: nn.Module, stack: ExitStack) -> Peer:

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 
 from lightning_memo import MemoStrategy
 from lightning_memo.callbacks import ScheduleRecorder
-from lightning_memo.estimate.inputs.presets import load_preset
+from lightning_memo.estimate.presets import load_preset
 from lightning_memo.models import CausalLM
-from lightning_memo.reports.schedule_picture import draw_schedule
+from lightning_memo.reports.schedule import draw_schedule
 
 _LAYERS: Final = 8
 _TOKENS: Final = 2**15

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memo import MemoStrategy
 from lightning_memo.allocator import AllocatorStats
-from lightning_memo.runtime.memory_plans import memory_planner
+from lightning_memo.runtime import memory_planner
 from lightning_memo.utils.files import replacing
 
 _RESULTS = Path(__file__).parent / "results"

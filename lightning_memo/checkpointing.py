@@ -8,31 +8,52 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+import torch
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memo.models.export_hugging_face import export_huggingface, gather_state
-from lightning_memo.models.hub_upload import create_repository, upload_model
+from lightning_memo.callbacks.strategy_callbacks import PLAN_KEY
+from lightning_memo.models.export_hugging_face import create_repository, export_huggingface, gather_state, upload_model
+from lightning_memo.parallel.checkpoints.damage import reading_archive
+from lightning_memo.parallel.checkpoints.open_checkpoint import CheckpointSource, whole_checkpoint
 from lightning_memo.parallel.checkpoints.sharded_checkpoint import (
-    load_sharded,
+    open_existing,
+    optimizer_names,
     optimizer_state,
+    read_model,
+    read_optimizer,
     refuse_other_model,
     remove_checkpoint,
+    replaceable,
     save_sharded,
     sharded_model_state,
     tensor_sizes,
 )
-from lightning_memo.parallel.run_on_ranks import on_first_rank
+from lightning_memo.parallel.ranks import on_first_rank
+from lightning_memo.utils.files import OutputFile, commit, find_complete, unfinished
 from lightning_memo.utils.find_layers import find_hugging_face
 
 
-class CheckpointingStrategy(ModelParallelStrategy):
-    """Saves and loads the model and the optimizers, whole in a single process and sharded in several."""
+class CheckpointingStrategy(ParallelStrategy):
+    """Saves and loads the model and the optimizers, whole in a single process and sharded in several.
 
-    _loaded_in_place = False
-    _checkpoint_path: str | Path = "checkpoint"
+    Lightning's order holds for both: weights are restored before the optimizers are made, and the states of optimizers
+    before training starts. A sharded checkpoint is opened at first, and its weights and states are read once the model
+    and the optimizers are there to take them.
+    """
+
+    _checkpoint_path: Any = "checkpoint"
+    _opened: CheckpointSource | None = None
+    _resumed_plan: str | None = None
+    _model_is_divided = False
 
     @property
     @abstractmethod
@@ -41,60 +62,115 @@ class CheckpointingStrategy(ModelParallelStrategy):
 
     @property
     @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True  # the callback that `setup` adds reads its plan from the checkpoint
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's `CheckpointIO`, or one that writes and reads files safely, alone or inside of the user's."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = CheckpointFileIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = CheckpointFileIO()  # ignored if it wraps another one
+        return self._checkpoint_io
 
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return not self._loaded_in_place
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    def _warn_of_unused_io(self) -> None:
+        """Warn that a plugin of the user does not save what several processes do."""
+        if type(self.checkpoint_io) is not CheckpointFileIO:
+            rank_zero_warn(
+                f"{type(self.checkpoint_io).__name__} does not save the checkpoints of this run: each process writes "
+                "its part into a folder at a local path. It loads what is no such folder."
+            )
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.model is not None
-        return sharded_model_state(self.model) if self.distributed else Strategy.lightning_module_state_dict(self)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._loaded_in_place:
-            return
-        try:
-            Strategy.load_model_state_dict(self, checkpoint, strict)
-        except RuntimeError:  # torch's message lists every weight that differs
-            assert self.lightning_module is not None
-            own, saved = self.lightning_module.state_dict(), checkpoint["state_dict"]
-            refuse_other_model(self._checkpoint_path, tensor_sizes(saved), tensor_sizes(own), strict)
-            raise
+        return sharded_model_state(self.model) if self.distributed else super().lightning_module_state_dict()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if not self.distributed:
-            return Strategy.optimizer_state(self, optimizer)
+            return super().optimizer_state(optimizer)
         assert self.model is not None
         return optimizer_state(self.model, getattr(optimizer, "_optimizer", optimizer))
 
     @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if not self._loaded_in_place:
-            Strategy.load_optimizer_state_dict(self, checkpoint)
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if not self.distributed:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise TypeError("storage_options are for a CheckpointIO, and several processes write folders without one")
+        save_sharded(checkpoint, self.broadcast(filepath))
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if self.distributed:
-            save_sharded(checkpoint, Path(self.broadcast(filepath)))
-        else:
-            Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if not self.distributed:
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            remove_checkpoint(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        path = self._checkpoint_path = Path(self.broadcast(checkpoint_path))
-        self._loaded_in_place = self.distributed or not path.is_file()
-        if not self._loaded_in_place:
-            return Strategy.load_checkpoint(self, checkpoint_path, weights_only)
+        path = self._checkpoint_path = self.broadcast(checkpoint_path)
+        self._opened = self._open(path, weights_only)
+        if self._opened is None:
+            checkpoint = super().load_checkpoint(path, weights_only)
+        else:
+            checkpoint = dict(self._opened.rest)
+            if "lr_schedulers" in checkpoint:  # otherwise the checkpoint holds weights only
+                checkpoint["optimizer_states"] = optimizer_names(self._opened)
+        # A search, like that of the batch size, saves and loads a checkpoint before there is a plan.
+        self._resumed_plan = checkpoint.get(PLAN_KEY, self._resumed_plan)
+        return checkpoint
+
+    def _open(self, path: Any, weights_only: bool | None) -> CheckpointSource | None:
+        """Open a checkpoint whose parts are read one by one; `None` if the `CheckpointIO` loads it as a whole."""
+        local = self._reads_files_only and "://" not in str(path)
+        if local and (self.distributed or _is_folder(path)):
+            return open_existing(path, weights_only)
+        return whole_checkpoint(path, super().load_checkpoint(path, weights_only)) if self.distributed else None
+
+    @property
+    def _reads_files_only(self) -> bool:
+        """Whether the user gave no `CheckpointIO` that may read other things than files."""
+        reads = self.checkpoint_io
+        while isinstance(reads, _WrappingCheckpointIO) and reads.checkpoint_io is not None:
+            reads = reads.checkpoint_io
+        return type(reads) is CheckpointFileIO
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        if self._opened is not None:
+            if not self.distributed or self._model_is_divided:
+                self._read_weights()
+            return  # `setup` reads them into a divided model
+        try:
+            super().load_model_state_dict(checkpoint, strict)
+        except RuntimeError:  # torch's message lists every weight that differs
+            own, saved = self.lightning_module.state_dict(), checkpoint["state_dict"]
+            refuse_other_model(self._checkpoint_path, tensor_sizes(saved), tensor_sizes(own), strict)
+            raise
+
+    def _read_weights(self) -> None:
+        """Read the weights of the opened checkpoint, if there is one, into the model."""
         assert self.model is not None and self.lightning_module is not None
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        optimizers = self.optimizers if fitting else ()
-        return load_sharded(path, self.model, optimizers, self.lightning_module.strict_loading, weights_only)
+        if self._opened is None:
+            return
+        read_model(self._opened, self.model, self.lightning_module.strict_loading)
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            self._opened = None
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._opened is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        assert self.model is not None
+        for name, optimizer in zip(checkpoint["optimizer_states"], self.optimizers, strict=False):
+            read_optimizer(self._opened, name, self.model, optimizer)
+        self._opened = None
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the Hugging Face model of the run to a folder that `from_pretrained` reads.
@@ -121,9 +197,7 @@ class CheckpointingStrategy(ModelParallelStrategy):
             try:
                 export_huggingface(model, folder, state)
             except OSError as error:
-                raise ValueError(
-                    f"save_pretrained: {folder} cannot be written ({error.strerror or error}): give a folder that can"
-                ) from error
+                raise ValueError(f"save_pretrained: {error}") from error
 
         on_first_rank(export)
 
@@ -145,7 +219,42 @@ class CheckpointingStrategy(ModelParallelStrategy):
             self.save_pretrained(folder)
             on_first_rank(lambda: upload_model(folder, repository))
 
+
+def _is_folder(path: Any) -> bool:
+    """Return whether a local path is a folder, or was one that a killed save was about to replace."""
+    found = find_complete(Path(path))
+    return found is not None and found.is_dir()
+
+
+class CheckpointFileIO(TorchCheckpointIO):
+    """Writes checkpoints beside their final paths, and renames them. Paths that are not local are Lightning's.
+
+    Lightning writes a checkpoint to the memory, copies it to a folder for temporary files, and moves it from there. If
+    this folder is on another disk, a kill or a full disk leaves a part of the checkpoint under its final name.
+    """
+
     @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            remove_checkpoint(Path(filepath))
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        local = _local(path)
+        if local is None or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        target = replaceable(local)
+        with unfinished(target) as written:
+            with OutputFile(written) as file:
+                torch.save(checkpoint, file)
+            commit(written, target)
+
+    @override
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        local = _local(path)
+        if local is None or not local.is_file():
+            return super().load_checkpoint(path, *args, **kwargs)
+        with reading_archive(local):
+            return super().load_checkpoint(path, *args, **kwargs)
+
+
+def _local(path: Any) -> Path | None:
+    """The path of a local file, and `None` for other file systems."""
+    system, name = url_to_fs(str(path))
+    return Path(name) if isinstance(system, LocalFileSystem) else None

@@ -5,18 +5,18 @@ This module imports neither torch nor Lightning.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from lightning_memo.utils.units import parse_bytes
 
-METHODS: Final = ("ring", "ulysses", "usp")
 ATTENTIONS: Final = ("auto", "sdpa", "cudnn", "flash_attn", "flash_attn_3", "flash_attn_4", "transformer_engine")
 SCHEDULES: Final = ("auto", "layer", "nest", "slice")
 STORAGES: Final = ("auto", "alpha", "kinds")
-PRECISIONS: Final = ("32-true", "bf16-true", "bf16-mixed")
+PRECISIONS: Final = ("32-true", "64-true", "bf16-true", "bf16-mixed")
 HOST_BACKED: Final = ("auto", "none", "attention", "all")
 SWAP_PRECISIONS: Final = ("exact", "fp8")
 ZERO_COMMUNICATION: Final = ("none", "int8", "int4")
@@ -41,6 +41,13 @@ _ALLOWED_IN_FP8: Final[dict[str, tuple[Any, ...]]] = {
     "slice_tokens": ("auto",),
 }
 
+# The settings that do nothing without repeated layers, or divide these.
+_FOR_LAYERS: Final = (
+    "context_parallel_size", "tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size",
+    "alpha", "device_memory", "host_memory", "spill_path", "slice_tokens", "host_backed", "storage", "swap_precision",
+    "layers", "attention", "schedule", "plan",
+)  # fmt: skip
+
 # The settings of pipelines, and their defaults.
 _PIPELINED = {"virtual_pipeline_size": 1, "pipeline_schedule": "1f1b", "pipeline_layers": None, "micro_batch_size": 1}
 
@@ -53,6 +60,27 @@ _ALLOWED_IN_PIPELINES: Final[dict[str, tuple[Any, ...]]] = {
     "spill_path": (None,),
     "plan": (None,),
 }
+
+# Settings of earlier versions, and what to do instead.
+GONE: Final = {
+    "context_parallel_method": "set ulysses_size to 1 (ring), context_parallel_size (ulysses) or a divisor (usp)",
+    "check_restored": "leave it out; for errors of memory, see dmesg and nvidia-smi -q -d ECC",
+}
+
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+def refusing_gone(init: _Init) -> _Init:
+    """Decorate a constructor that takes the settings: a setting of an earlier version is refused in one line."""
+
+    @functools.wraps(init)
+    def checked(*args: Any, **kwargs: Any) -> None:
+        for name, instead in GONE.items():
+            if name in kwargs:
+                raise ValueError(f"{name}={kwargs[name]!r} is no setting any more: {instead}")
+        init(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,8 +104,7 @@ class MemoConfig:
     zero_stage: int = 0
     zero_shard_size: int | None = None
     zero_communication: str = "none"
-    context_parallel_method: str = "ring"
-    ulysses_size: int | str = "auto"
+    ulysses_size: int | str = 1
     sequence_parallel: bool = True
     loss_parallel: bool = True
     tensor_parallel_plan: Mapping[str, str] | None = None
@@ -97,7 +124,6 @@ class MemoConfig:
     attention: str = "auto"
     schedule: str = "auto"
     plan: str | None = None
-    check_restored: bool = False
     check_slices: bool = True
 
     @classmethod
@@ -166,14 +192,8 @@ class MemoConfig:
                 f'zero_communication="{self.zero_communication}" needs shards, and zero_stage=0 has none: set '
                 'zero_stage to 1, 2 or 3, or zero_communication="none"'
             )
-        _check_choice("context_parallel_method", self.context_parallel_method, METHODS)
         if self.ulysses_size != "auto":
             _check_count("ulysses_size", self.ulysses_size, ', or "auto"')
-            if self.context_parallel_method != "usp":
-                raise ValueError(
-                    f'ulysses_size={self.ulysses_size} contradicts context_parallel_method="'
-                    f'{self.context_parallel_method}": it belongs to "usp"; leave it "auto"'
-                )
             if self.context_parallel_size % int(self.ulysses_size):
                 raise ValueError(
                     f"ulysses_size={self.ulysses_size} does not divide "
@@ -260,6 +280,13 @@ class MemoConfig:
                 f'{name}={getattr(self, name)!r} contradicts storage="kinds", which needs {name}='
                 f'{_NEEDED_BY_KINDS[name][0]!r}: set that, or storage="alpha"'
             )
+
+    @property
+    def needs_layers(self) -> bool:
+        """Whether a setting is given that only repeated layers can follow."""
+        defaults = {field.name: field.default for field in fields(self)}
+        chunks = self.loss_chunk_tokens not in ("auto", None)
+        return chunks or any(getattr(self, name) != defaults[name] for name in _FOR_LAYERS)
 
     @property
     def plans_kinds(self) -> bool:

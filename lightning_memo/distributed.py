@@ -7,30 +7,41 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.pytorch import Trainer
+import torch.distributed as dist
+from lightning.fabric.utilities.distributed import (
+    ReduceOp,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.compile import to_uncompiled
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_memo.callbacks.refused_loops import refuse_early_gradients, refuse_joint_optimizers
+from lightning_memo.callbacks.strategy_callbacks import EndOnSigterm
 from lightning_memo.checkpointing import CheckpointingStrategy
 from lightning_memo.config import PRECISIONS, MemoConfig
-from lightning_memo.data.seed_workers import seed_workers
+from lightning_memo.data.loader_workers import seed_workers, shield_workers
 from lightning_memo.engine import Engine
-from lightning_memo.engine.fp8_modules.replicated_weights import keep_quantized_weights
+from lightning_memo.engine.fp8_modules import keep_quantized_weights
 from lightning_memo.engine.modules.layer_forward import replace_forward
-from lightning_memo.engine.recurrence.intercept_states import may_hand_states
+from lightning_memo.engine.recurrence import may_hand_states
 from lightning_memo.parallel.batches.divide_loader import check_even
 from lightning_memo.parallel.checkpoints.parameter_names import check_groups
+from lightning_memo.parallel.end_together import SIGTERM_STATUS
 from lightning_memo.parallel.mesh_precision import MeshPrecision
 from lightning_memo.parallel.parallel_sizes import resolve_sizes
 from lightning_memo.parallel.processes import Processes
@@ -40,10 +51,13 @@ from lightning_memo.runtime.model_checks import (
     refuse_fp8_at_calls,
     refuse_fp8_weights,
     refuse_liger_shards,
+    warn_of_uncompiled,
 )
 from lightning_memo.runtime.stage_layers import StageLayers
 from lightning_memo.runtime.training_runtime import TrainingRuntime
-from lightning_memo.utils.find_layers import select_layers
+from lightning_memo.utils.find_layers import NoLayersError, select_layers
+
+T = TypeVar("T")
 
 
 class DistributedStrategy(CheckpointingStrategy):
@@ -57,13 +71,16 @@ class DistributedStrategy(CheckpointingStrategy):
     """
 
     def __init__(self, config: MemoConfig, timeout: timedelta, process_group_backend: str | None) -> None:
-        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
-        self.config = config
+        super().__init__()
         # A name of its own, because with `_accelerator` set, Lightning's refusal of this strategy names devices only.
         self._given_accelerator: Accelerator | None = None
+        self.config = config
+        self.num_nodes = 1
+        self._timeout, self._process_group_backend = timeout, process_group_backend
         self._processes: Processes | None = None
         self._divided = contextlib.ExitStack()
         self._in_training_step = False
+        self._sigterm: EndOnSigterm | None = None
 
     @abstractmethod
     def _slice_bounds(self, batch: int, tokens: int) -> tuple[int, ...]:
@@ -102,10 +119,107 @@ class DistributedStrategy(CheckpointingStrategy):
         self._precision_plugin = plugin
 
     @property
+    def _lightning_module(self) -> LightningModule | None:
+        return self._given_module
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: LightningModule | None) -> None:
+        # The Trainer sets it before it asks whether the module is compiled, which it refuses beside most strategies.
+        if module is not None and module._compiler_ctx is not None:
+            warn_of_uncompiled([type(to_uncompiled(module)).__name__])
+        self._given_module = module
+
+    # ---- the processes
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes of this node."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def _alone(self) -> bool:
+        return self.num_processes * self.num_nodes <= 1
+
+    @property
     @override
     def distributed(self) -> bool:
         """Whether the run takes part in a process group; a single process without ZeRO needs none."""
-        return self.num_processes * self.num_nodes > 1 or self.config.zero_stage > 0 or self.config.offload_state
+        return not self._alone or self.config.zero_stage > 0 or self.config.offload_state
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are several processes, which Lightning asks before it divides, and shuffles, the data."""
+        return not self._alone
+
+    # A single process is the first of one, as without this strategy, also where a launcher has started others.
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return 0 if self._alone else super().global_rank
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        return 0 if self._alone else super().local_rank
+
+    @property
+    @override
+    def node_rank(self) -> int:
+        return 0 if self._alone else super().node_rank
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return 1 if self._alone else super().world_size
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices
+        return self.parallel_devices[self.local_rank]
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment and Lightning's messages the rank of this process."""
+        if self._alone or self.cluster_environment is None:
+            return
+        self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank
+
+    @property
+    def _communicates(self) -> bool:
+        """Whether there are other processes, and they can be reached by now."""
+        return self.distributed and dist.is_initialized()
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._communicates:
+            on_gpu = dist.get_backend() == "nccl"
+            dist.barrier(device_ids=[self.root_device.index] if on_gpu else None)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if not self._communicates:
+            return obj
+        sent = [obj]
+        dist.broadcast_object_list(sent, src)
+        return sent[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean") -> Any:
+        if not (self._communicates and isinstance(tensor, Tensor)):
+            return tensor
+        return _sync_ddp_if_available(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        return super().all_gather(tensor, group, sync_grads) if self._communicates else tensor
 
     @property
     def data_parallel_size(self) -> int:
@@ -119,30 +233,49 @@ class DistributedStrategy(CheckpointingStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        if self.num_processes * self.num_nodes > 1:
-            super()._configure_launcher()
+        assert self.cluster_environment is not None
+        if self.distributed and self.precision_plugin.precision == "64-true":  # the processes are known only now
+            raise ValueError(
+                'precision="64-true" is for one process without zero_stage and offload_state: others reduce gradients '
+                f"in 32 bits; give one of {', '.join(p for p in PRECISIONS if p != '64-true')}"
+            )
+        if not (self._alone or self.cluster_environment.creates_processes_externally):
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
-    @override
-    def _get_process_group_backend(self) -> str:
-        if self._process_group_backend is None and self.config.offload_state and self.root_device.type == "cuda":
+    @property
+    def _backend(self) -> str:
+        if self._process_group_backend is not None:
+            return self._process_group_backend
+        if self.config.offload_state and self.root_device.type == "cuda":
             return "cpu:gloo,cuda:nccl"  # weights and gradients on the host may be gathered there
-        return super()._get_process_group_backend()
+        return _get_default_process_group_backend_for_device(self.root_device)
 
     @override
     def setup_environment(self) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None
+        super().setup_environment()
         if not self.distributed:
             resolve_sizes(self.config, 1)
-            self.accelerator.setup_device(self.root_device)
-            self.set_world_ranks()
-            # A single process reads all data in the user's own order, as it would without this strategy.
-            self.lightning_module.trainer._accelerator_connector.use_distributed_sampler = False
             return
+        assert self.lightning_module is not None and self.cluster_environment is not None
         _refuse_averaging(self.lightning_module.trainer.callbacks)
-        self._setup_distributed()
+        reset_seed()
+        self.set_world_ranks()
+        self._warn_of_unused_io()
+        several = self.num_processes * self.num_nodes > 1
+        self._sigterm = EndOnSigterm(self.lightning_module.trainer) if several else None
+        _init_dist_connection(
+            self.cluster_environment,
+            self._backend,
+            self.global_rank,
+            self.world_size,
+            timeout=self._timeout,
+            device_id=None if self.root_device.type == "cpu" else self.root_device,
+        )
+        if self._sigterm is not None:
+            self._sigterm.together.join(dist.distributed_c10d._get_default_store(), self.global_rank, self.world_size)
         if self._processes is None:
-            self._processes = Processes(self.config, self.root_device, self._timeout or default_pg_timeout)
-        self._device_mesh = self.lightning_module._device_mesh = self._processes.mesh
+            self._processes = Processes(self.config, self.root_device, self._timeout)
+        self.lightning_module._device_mesh = self._processes.mesh
         if not isinstance(self.precision_plugin, MeshPrecision):
             self.precision_plugin = MeshPrecision(self.precision_plugin, self.root_device, self.config.zero_stage)
 
@@ -150,9 +283,7 @@ class DistributedStrategy(CheckpointingStrategy):
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:  # type: ignore[override]
         if self.config.offload_state:
             return self.precision_plugin.tensor_init_context()
-        # The weights are made on the device. The parent class would make them on "meta", and fill them with random
-        # numbers in setup.
-        return Strategy.tensor_init_context(self, empty_init)
+        return super().tensor_init_context(empty_init)
 
     @property
     @override
@@ -166,6 +297,7 @@ class DistributedStrategy(CheckpointingStrategy):
         assert self.lightning_module is not None
         split = self.lightning_module.trainer._accelerator_connector.use_distributed_sampler
         seed_workers(dataloader, self._processes.seeding_rank(dataloader, split))
+        shield_workers(dataloader)
         return self._processes.divide_loader(dataloader, split, self.lightning_module.trainer.predicting)
 
     @override
@@ -223,7 +355,12 @@ class DistributedStrategy(CheckpointingStrategy):
             refuse_engine_shards(model)
 
         def layers() -> list[nn.Module]:
-            return select_layers(model, self.config.layers, self.config.one_stack)
+            try:
+                return select_layers(model, self.config.layers, self.config.one_stack)
+            except NoLayersError:
+                if self.config.needs_layers:
+                    raise
+                return []
 
         if max(self.config.context_parallel_size, self.config.pipeline_parallel_size) > 1:
             refuse_fp8_at_calls(model, layers, self.config.why_not_fp8, self._divided)
@@ -241,6 +378,8 @@ class DistributedStrategy(CheckpointingStrategy):
             self._divided.callback(replace_forward(*processes.pipeline.run_of(model)))
         outside = self.config.context_parallel_size > 1 and self.config.host_backed in ("attention", "all")
         processes.prepare_batches(model, self._slice_bounds, outside, hands_states=may_hand_states(model))
+        self._model_is_divided = True
+        self._read_weights()
 
     def _train_pipeline(self, processes: Processes, engine: Engine, runtime: TrainingRuntime) -> None:
         """Prepare the pipeline for training; does nothing if there is none.
@@ -254,8 +393,8 @@ class DistributedStrategy(CheckpointingStrategy):
             return
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        refuse_early_gradients(trainer)
-        refuse_joint_optimizers(trainer)
+        _refuse_early_gradients(trainer)
+        _refuse_joint_optimizers(trainer)
         for optimizer in trainer.optimizers:
             check_groups(optimizer)
 
@@ -263,15 +402,43 @@ class DistributedStrategy(CheckpointingStrategy):
             """Whether Lightning calls `zero_grad` between this call of the model and its backward."""
             if not self._in_training_step:
                 return False
-            refuse_early_gradients(trainer)  # hooks may be new
+            _refuse_early_gradients(trainer)  # hooks may be new
             return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
         layers = StageLayers(engine, pipeline.in_flight, pipeline.waiting)
         pipeline.train(layers, lambda: runtime.before_backward(None), drops_gradients)
 
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._sigterm is not None:
+            if isinstance(exception, SIGTERMException):
+                exception.code = SIGTERM_STATUS
+            self._sigterm.close()
+            self._sigterm = None
+        super().on_exception(exception)
+
     def _release_model(self) -> None:
-        """Undo what `_divide_model` attached to the model."""
+        """Undo what `_divide_model` attached to the model, and forget the checkpoint from which it was restored."""
         self._divided.close()
+        self._opened, self._resumed_plan, self._model_is_divided = None, None, False
+
+    @override
+    def teardown(self) -> None:
+        if not self.distributed:
+            super().teardown()
+            return
+        sigterm, self._sigterm = self._sigterm, None
+        ends = sigterm is not None and sigterm.together.ends_here()
+        if sigterm is not None:
+            sigterm.close()
+        # Weights and states stay where the processes can gather them.
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+        if ends:
+            raise SIGTERMException(SIGTERM_STATUS)
 
 
 def _refuse_averaging(callbacks: Iterable[Callback]) -> None:
@@ -286,3 +453,48 @@ def _refuse_averaging(callbacks: Iterable[Callback]) -> None:
                 f"{type(callback).__name__} averages whole weights, and several processes have parts of them: leave "
                 "the callback out, or train in one process"
             )
+
+
+def _refuse_early_gradients(trainer: Trainer) -> None:
+    """Refuse what a pipeline cannot do: it computes gradients in the training step, and gives them in the backward.
+
+    Args:
+        trainer: The trainer of the fit.
+
+    Raises:
+        ValueError: The module optimizes manually, or something looks at gradients between the two.
+    """
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        raise ValueError(
+            "pipeline_parallel_size: manual optimization may drop gradients that a pipeline computes in the forward: "
+            "set automatic_optimization=True, or pipeline_parallel_size=1"
+        )
+    hooks = ("on_before_zero_grad", "optimizer_zero_grad")
+    found = [f"{type(module).__name__}.{name}" for name in hooks if is_overridden(name, module)]
+    for callback in trainer.callbacks:
+        if is_overridden(hooks[0], callback, parent=Callback):
+            found.append(f"{type(callback).__name__}.{hooks[0]}")
+    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters()):
+        found.append("a hook on the gradient of a parameter")
+    if found:
+        raise ValueError(
+            f"pipeline_parallel_size: {found[0]} would see gradients before the backward of the loss: leave it out, or "
+            "set pipeline_parallel_size=1"
+        )
+
+
+def _refuse_joint_optimizers(trainer: Trainer) -> None:
+    """Refuse optimizers whose step depends on all weights together.
+
+    Args:
+        trainer: The trainer of the fit.
+
+    Raises:
+        ValueError: An optimizer is LBFGS.
+    """
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
+        raise ValueError(
+            "pipeline_parallel_size: LBFGS computes a step from the gradients of all weights, and each stage has its "
+            "own: take another optimizer, or set pipeline_parallel_size=1"
+        )

@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from lightning_memo.cli.hydra_command import USER_ERROR_EXIT, command_error_message
 from lightning_memo.data.tokenizer import has_tokenizer
 from lightning_memo.models import CausalLM
-from lightning_memo.models.export_hugging_face import check_free, export_huggingface
-from lightning_memo.models.hub_upload import create_repository, upload_model
+from lightning_memo.models.export_hugging_face import check_free, create_repository, export_huggingface, upload_model
 from lightning_memo.parallel.checkpoints.open_checkpoint import CheckpointSource, open_checkpoint
 from lightning_memo.parallel.checkpoints.sharded_checkpoint import existing_checkpoint, load_sharded
 from lightning_memo.utils.units import format_bytes

@@ -13,11 +13,11 @@ import hydra
 from omegaconf import DictConfig
 from rich.console import Console
 
+from lightning_memo.cli.build_run import build_strategy, check_precision, module_settings, trainer_settings
 from lightning_memo.cli.hydra_command import config_dir, run_command
-from lightning_memo.cli.runs.build_run import build_strategy, check_precision, module_settings, trainer_settings
 from lightning_memo.models import CausalLM, ModelConfig, load_hf_config
 from lightning_memo.strategy import MemoStrategy
-from lightning_memo.trials.random_tokens import RandomTokens
+from lightning_memo.trials.training_trial import RandomTokens
 
 
 def search_longest(cfg: DictConfig) -> int:

@@ -114,10 +114,7 @@ def _new_file(path: Path) -> Iterator[Path]:
     if path.is_dir():
         raise ValueError(f"{path} is a folder: give the name of a file")
     with replacing(path) as unfinished:
-        try:
-            unfinished.touch()
-        except OSError as error:
-            raise ValueError(f"{path} cannot be written: {error.strerror}") from None
+        unfinished.touch()
         yield unfinished
 
 

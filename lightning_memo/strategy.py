@@ -10,24 +10,27 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.callbacks.lightning_run import LightningRun
-from lightning_memo.callbacks.runtime_callback import RuntimeCallback
-from lightning_memo.config import MemoConfig
+from lightning_memo.callbacks.strategy_callbacks import RuntimeCallback
+from lightning_memo.config import MemoConfig, refusing_gone
 from lightning_memo.distributed import DistributedStrategy
 from lightning_memo.engine import Engine, TestMode
-from lightning_memo.parallel.pipeline.batch_rows import micro_batch_rows
+from lightning_memo.parallel.pipeline.pipelined_model import micro_batch_rows
 from lightning_memo.parallel.ranks import explain_lost_process
-from lightning_memo.runtime.memory_plans.memory_planner import MemoryPlanner
+from lightning_memo.runtime.memory_planner import MemoryPlanner
 from lightning_memo.runtime.start_engine import check_machine, start_engine
 from lightning_memo.runtime.training_runtime import TrainingRuntime
 from lightning_memo.trials.longest_sequence import find_longest
+from lightning_memo.utils.find_layers import NoLayersError
 
 
 class MemoStrategy(DistributedStrategy):
@@ -64,9 +67,9 @@ class MemoStrategy(DistributedStrategy):
             weights are sharded between forward and backward. `None` is all: that takes least memory.
         zero_communication: How ZeRO sends weights and gradients: "none" as they are, "int8" both with 8 bits, "int4"
             gradients with 4 bits, in blocks with a scale each (ZeRO++). Results are no longer exact.
-        context_parallel_method: How attention communicates between processes: "ring", "ulysses" (all-to-all), or "usp"
-            (Ulysses inside of rings).
-        ulysses_size: With "usp", number of processes in each all-to-all. "auto" is as many as the heads allow.
+        ulysses_size: Number of context-parallel processes that share attention by all-to-all (Ulysses); groups of them
+            form a ring. 1 is ring attention, `context_parallel_size` is Ulysses alone, and "auto" is as many as the
+            heads allow.
         sequence_parallel: Whether tensor-parallel processes also share the tokens between the blocks of a layer
             (Megatron's sequence parallelism).
         loss_parallel: Whether tensor-parallel processes share the vocabulary of the logits, which are then a DTensor.
@@ -113,10 +116,6 @@ class MemoStrategy(DistributedStrategy):
             "nest", which nests them. "slice" runs the whole model on one slice after the other, so that nothing on the
             device grows with the length of the sequence; it needs data parallelism only, and ZeRO 0 to 2.
         plan: Path of a saved plan, which is used instead of profiling.
-        check_restored: Whether bytes that come back from the host and the disk are compared with those that left the
-            device. If they differ, the run ends with a `RestoredError` that names the layer, tensor and tokens, and
-            counts NaN and Inf values. Everything that the engine moves is checked; weights and optimizer state are
-            not. Results are unchanged, but steps are slower. For debugging.
         check_slices: Whether one layer is compared with itself in slices in steps 1, 2, 4, ..., 64, and in every 64th
             step, on an eighth of the tokens, at most 1024. If anything differs (queries, keys, values, outputs,
             gradients), a warning says so, and layers run as one slice from then on; where they cannot, the run ends.
@@ -133,6 +132,7 @@ class MemoStrategy(DistributedStrategy):
 
     strategy_name = "memo"
 
+    @refusing_gone
     def __init__(
         self,
         data_parallel_size: int | str = "auto",
@@ -147,8 +147,7 @@ class MemoStrategy(DistributedStrategy):
         zero_stage: int = 0,
         zero_shard_size: int | None = None,
         zero_communication: str = "none",
-        context_parallel_method: str = "ring",
-        ulysses_size: int | str = "auto",
+        ulysses_size: int | str = 1,
         sequence_parallel: bool = True,
         loss_parallel: bool = True,
         tensor_parallel_plan: Mapping[str, str] | None = None,
@@ -168,7 +167,6 @@ class MemoStrategy(DistributedStrategy):
         attention: str = "auto",
         schedule: str = "auto",
         plan: str | Path | None = None,
-        check_restored: bool = False,
         check_slices: bool = True,
         test_mode: TestMode | None = None,
         timeout: timedelta = default_pg_timeout,
@@ -181,6 +179,12 @@ class MemoStrategy(DistributedStrategy):
         self._test_mode = test_mode
         self._runtime: TrainingRuntime | None = None
         self._callback: RuntimeCallback | None = None
+        self._copied_plan: Plan | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of a Trainer, such as a pickled one, trains anew. The engine holds threads, locks and device memory.
+        own = dict.fromkeys(("engine", "_runtime", "_callback", "_processes", "_sigterm"))
+        return super().__getstate__() | own | {"_copied_plan": self.plan}
 
     def __repr__(self) -> str:
         # Fabric and `pytorch_lightning.Trainer` refuse this strategy and print it. This is the place to say what to do.
@@ -190,7 +194,7 @@ class MemoStrategy(DistributedStrategy):
     @property
     def plan(self) -> Plan | None:
         """The plan in force; `None` until the first batch is over."""
-        return None if self._runtime is None else self._runtime.plan
+        return self._copied_plan if self._runtime is None else self._runtime.plan
 
     @property
     def memory(self) -> MemoryPlanner | None:
@@ -258,11 +262,21 @@ class MemoStrategy(DistributedStrategy):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        if fitting and not self.config.offload_state:
+            _optimizers_to_device(self.optimizers, self.root_device)
         if fitting or (self._processes is not None and self._processes.cuts_tokens):
-            device, processes = self.root_device, self._processes
-            self.engine = start_engine(self.model, self.config, device, processes, fitting, self._test_mode)
-            if fitting:
-                self._start_runtime(trainer, self.model, self.engine)
+            self._start_engine(trainer, self.model, fitting)
+
+    def _start_engine(self, trainer: pl.Trainer, model: nn.Module, fitting: bool) -> None:
+        try:
+            self.engine = start_engine(model, self.config, self.root_device, self._processes, fitting, self._test_mode)
+        except NoLayersError as error:
+            if self.config.needs_layers:
+                raise
+            rank_zero_info(f"lightning_memo: trains plainly, as without this strategy: {error.why}.")
+            return
+        if fitting:
+            self._start_runtime(trainer, model, self.engine)
 
     def _start_runtime(self, trainer: pl.Trainer, model: nn.Module, engine: Engine) -> None:
         run = LightningRun(trainer)
@@ -271,7 +285,8 @@ class MemoStrategy(DistributedStrategy):
             self._train_pipeline(self._processes, engine, self._runtime)
         elif run.automatic_optimization:
             engine.before_layer = functools.partial(self._end_on_sigterm, trainer, self._runtime)
-        self._callback = RuntimeCallback(self._runtime, keeps_plan=self.config.pipeline_parallel_size == 1)
+        keeps_plan = self.config.pipeline_parallel_size == 1
+        self._callback = RuntimeCallback(self._runtime, lambda: self._resumed_plan, keeps_plan)
         trainer.callbacks.insert(0, self._callback)
 
     @staticmethod

@@ -9,6 +9,7 @@ import gc
 import signal
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,25 +25,23 @@ from rich.console import Console
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.callbacks.step_stats import StepStats
-from lightning_memo.cli.hydra_command import config_dir, run_command, settings_of
-from lightning_memo.cli.launch import arguments_of_process, ending_together
-from lightning_memo.cli.run_summary import RunSummary
-from lightning_memo.cli.runs.baselines import measure_baselines
-from lightning_memo.cli.runs.build_run import (
+from lightning_memo.cli.baselines import measure_baselines
+from lightning_memo.cli.build_run import (
     build_trainer,
     check_data,
     count_processes,
     module_settings,
     trainer_settings,
 )
-from lightning_memo.cli.runs.earlier_metrics import EarlierMetrics
-from lightning_memo.cli.runs.training_job import run_training_job
-from lightning_memo.cli.sweeps.job_processes import is_separate_job
+from lightning_memo.cli.hydra_command import config_dir, run_command, settings_of
+from lightning_memo.cli.launch import arguments_of_process, ending_together
+from lightning_memo.cli.run_summary import RunSummary
+from lightning_memo.cli.training_job import EarlierMetrics, is_separate_job, run_training_job
 from lightning_memo.data import SequenceDataModule
 from lightning_memo.models import CausalLM, ModelConfig, check_vocabulary, load_hf_config
-from lightning_memo.reports.comparison_table import Measurement, comparison_table
-from lightning_memo.reports.memory_use import MemoryUse, memory_table
-from lightning_memo.utils.process_rank import is_rank_zero
+from lightning_memo.reports.result_tables import Measurement, MemoryUse, comparison_table, memory_table
+from lightning_memo.utils.files import WriteError
+from lightning_memo.utils.process import is_rank_zero
 
 
 @dataclass(frozen=True)
@@ -195,6 +194,13 @@ def task(cfg: DictConfig) -> None:
         raise SystemExit(1)
 
 
+def _root_of_runs(arguments: Sequence[str]) -> Path:
+    """The folder of all runs, to which Hydra writes their settings. Errors of full disks do not name files."""
+    overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    with hydra.initialize_config_dir(config_dir(), version_base="1.3"):
+        return Path(hydra.compose("train", overrides).paths.root).absolute()
+
+
 def main() -> None:
     """Runs one job, or a sweep. A sweep with failed jobs ends with status 1 after its report.
 
@@ -209,10 +215,8 @@ def main() -> None:
         except OSError as error:  # the job reports errors of the run itself
             if isinstance(error, HydraException):
                 raise
-            raise ValueError(
-                f"{error.filename}: {error.strerror}: cannot create the folder of the run; give a writable folder as "
-                "paths.root=FOLDER"
-            ) from error
+            path = Path(error.filename) if error.filename else _root_of_runs(sys.argv[1:])
+            raise ValueError(f"{WriteError.of(path, error)} as paths.root=FOLDER") from error
 
     try:
         run_command(command)

@@ -49,6 +49,8 @@ def _memo(label: str, sliced: bool = False, **settings: Any) -> Method:
 METHODS: Final = {
     "plain": Method("plain", peers.attach_plain),
     "checkpointing": Method("checkpointing", peers.attach_checkpointing),
+    "selective": Method("selective checkpointing", peers.attach_selective),
+    "selective_products": Method("selective checkpointing, every second product", peers.attach_selective_products),
     "checkpointing_save_on_cpu": Method("checkpointing + save_on_cpu", peers.attach_save_on_cpu),
     "async_offload": Method("async offload", peers.attach_async_offload),
     "checkpointing_async_offload": Method("checkpointing + async offload", peers.attach_checkpointing_async_offload),

@@ -15,13 +15,14 @@ from cells.cell import Cell, Effort
 Work = tuple[Cell, Effort]
 
 MAIN: Final = (
-    "plain", "checkpointing", "checkpointing_save_on_cpu", "async_offload", "checkpointing_async_offload", "alst",
-    "memo_auto",
+    "plain", "checkpointing", "selective", "selective_products", "checkpointing_save_on_cpu", "async_offload",
+    "checkpointing_async_offload", "alst", "memo_auto",
 )  # fmt: skip
 SWEEP: Final = tuple(f"memo_alpha_{alpha}" for alpha in ("0", "0.125", "0.25", "0.5", "0.75", "1"))
 ALPHAS: Final = (*SWEEP, "memo_auto_unplanned")
 _HEADLINE: Final = (
     "checkpointing",
+    "selective",
     "memo_auto_unplanned",
     "memo_alpha_0",
     "checkpointing_async_offload",

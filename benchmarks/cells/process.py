@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cells.cell import Cell, Effort, Result
-from lightning_memo.utils.parent_process import exit_with_parent
+from lightning_memo.utils.process import exit_with_parent
 
 _IMPORTS = ["cells.training", "transformers.models.llama.modeling_llama", "peft"]
 _LONGEST_OUTPUT = 4000
@@ -144,7 +144,7 @@ def _measure(cell: Cell, effort: Effort, pipe: Connection) -> Result:
     from peers import Unavailable
 
     from cells.training import train
-    from lightning_memo.planner.storage.storage_planner import StorageError
+    from lightning_memo.planner.storage_planner import StorageError
     from lightning_memo.trials.training_trial import is_out_of_memory
 
     if cell.device == "cpu":

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -18,7 +18,8 @@ from typing_extensions import override
 from cells import activity
 from cells.cell import Effort, Result
 from cells.memory import begin_peaks, of_device
-from lightning_memo.engine.copies.device_clock import Clock, Moment
+from lightning_memo.engine.timeline_recorder import Clock, Moment
+from lightning_memo.runtime.memory_planner import MemoryState
 
 Stage = Literal["prime", "settling", "warmup", "timed", "observed"]
 
@@ -26,6 +27,24 @@ _MOST = 10_000
 _LOSSES = 3  # number of first steps whose losses are kept; all methods have the same
 _TELL_SECONDS = 2.0
 """Seconds between reports. A report waits for the device, so short steps do not report each time."""
+
+
+class _Step(NamedTuple):
+    """A step that was run.
+
+    Attributes:
+        stage: Why it was run.
+        planned: Whether it ran by a plan of the activations.
+        memory: The state of memory planning when it began.
+        begun: When it began.
+        ended: When it ended.
+    """
+
+    stage: Stage
+    planned: bool
+    memory: str
+    begun: Moment
+    ended: Moment
 
 
 class Steps(Callback):
@@ -38,21 +57,29 @@ class Steps(Callback):
         effort: How many steps of each kind.
         planned: Returns whether steps of this length run by a plan.
         settled: Returns whether the next step is like those that follow. After a while, steps are timed without it.
+        memory: Returns the state of memory planning.
         tell: Called after the last step, and after other steps at most once every few seconds.
     """
 
     most = _MOST
 
     def __init__(
-        self, effort: Effort, planned: Callable[[], bool], settled: Callable[[], bool], tell: Callable[[], None]
+        self,
+        effort: Effort,
+        planned: Callable[[], bool],
+        settled: Callable[[], bool],
+        memory: Callable[[], str],
+        tell: Callable[[], None],
     ) -> None:
         self._effort, self._is_planned, self._is_settled, self._tell = effort, planned, settled, tell
+        self._memory_state = memory
         self._clock: Clock
         self._stage: Stage = "prime" if effort.prime_tokens else "settling"
         self._settled = False
         self._counts: dict[Stage, int] = dict.fromkeys(("prime", "settling", "warmup", "timed", "observed"), 0)
-        self._timed: list[tuple[Moment, Moment]] = []
-        self._begun: Moment = 0.0
+        self._steps: list[_Step] = []
+        self._started: Moment = 0.0
+        self._begun: tuple[bool, str, Moment] = (False, "", 0.0)
         self._losses: list[Tensor] = []
         self._gradient_norm: Tensor | None = None
         self._observing = ExitStack()
@@ -64,17 +91,24 @@ class Steps(Callback):
 
     @property
     def seconds(self) -> list[float]:
-        """Memory of the timed steps."""
-        return [Clock.seconds(begun, ended) for begun, ended in self._timed]
+        """Seconds of each timed step."""
+        return [Clock.seconds(step.begun, step.ended) for step in self._steps if step.stage == "timed"]
 
     @property
     def median_seconds(self) -> float | None:
-        return median(self.seconds) if self._timed else None
+        return median(self.seconds) if self._counts["timed"] else None
 
     def as_json(self) -> Result:
         """Returns everything that was measured so far."""
         return {
             "steps": dict(self._counts),
+            "every_step": [
+                [step.stage, step.planned, step.memory, Clock.seconds(step.begun, step.ended)] for step in self._steps
+            ],
+            # From the start of training to the end of the first step of each kind.
+            "first_step_seconds": self._seconds_until(lambda step: True),
+            "first_planned_step_seconds": self._seconds_until(lambda step: step.planned),
+            "first_served_step_seconds": self._seconds_until(lambda step: step.memory == MemoryState.SERVING.name),
             "settled": self._settled and self._is_settled(),
             "seconds": self.seconds,
             "median_seconds": self.median_seconds,
@@ -89,6 +123,7 @@ class Steps(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._clock = Clock(pl_module.device)
+        self._started = self._clock.now()
         self._started_seconds = self._told_seconds = time.perf_counter()
 
     @override
@@ -96,7 +131,7 @@ class Steps(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._stage = self._next_stage()
-        if self._stage == "timed" and not self._timed:
+        if self._stage == "timed" and not self._counts["timed"]:
             begin_peaks(pl_module.device)
         if self._stage == "observed":
             self._events = self._observing.enter_context(activity.recording(pl_module.device))
@@ -104,7 +139,7 @@ class Steps(Callback):
                 recorder.start()
         if pl_module.peer.step is not None:
             self._observing.enter_context(pl_module.peer.step)
-        self._begun = self._clock.now()
+        self._begun = self._is_planned(), self._memory_state(), self._clock.now()
 
     @override
     def on_before_optimizer_step(
@@ -122,9 +157,8 @@ class Steps(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        ended = self._clock.now()
+        self._steps.append(_Step(self._stage, *self._begun, self._clock.now()))
         if self._stage == "timed":
-            self._timed.append((self._begun, ended))
             self.memory = of_device(pl_module.device)
         if self._stage == "observed" and (recorder := _recorder(trainer)):
             timeline = recorder.stop()
@@ -147,6 +181,11 @@ class Steps(Callback):
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._observing.close()
+
+    def _seconds_until(self, found: Callable[[_Step], bool]) -> float | None:
+        """Returns the time from the start of training to the end of the first such step; `None` if there is none."""
+        step = next(filter(found, self._steps), None)
+        return None if step is None else Clock.seconds(self._started, step.ended)
 
     def _next_stage(self) -> Stage:
         if self._effort.prime_tokens and not self._counts["prime"]:

@@ -23,11 +23,10 @@ from cells.flops import shape_of, step_flops
 from cells.methods import Method, method_of
 from cells.peak import Peak, peak_of
 from cells.steps import Steps
-from lightning_memo.estimate.inputs.presets import load_preset
+from lightning_memo.estimate.presets import load_preset
 from lightning_memo.loss.attach_loss import attach_chunked_loss
 from lightning_memo.models import ModelConfig, build_model
-from lightning_memo.trials.random_tokens import RandomTokens
-from lightning_memo.trials.training_trial import QUIET
+from lightning_memo.trials.training_trial import QUIET, RandomTokens
 
 _LORA = {"r": 16, "lora_alpha": 16, "target_modules": "all-linear"}
 _BACKENDS = {"sdpa": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -69,6 +68,7 @@ def train(cell: Cell, effort: Effort, tell: Callable[[Result], None]) -> Result:
             effort,
             planned=lambda: _planned(trainer.strategy, cell.tokens),
             settled=lambda: _settled(trainer.strategy),
+            memory=lambda: _memory_state(trainer.strategy),
             tell=keep,
         )
         trainer = pl.Trainer(
@@ -168,6 +168,12 @@ def _settled(strategy: Any) -> bool:
     """Returns whether memory is planned, if requested."""
     planned = getattr(strategy, "memory", None)
     return planned is None or bool(planned.settled)
+
+
+def _memory_state(strategy: Any) -> str:
+    """Returns the name of the state of memory planning, or "UNPLANNED"."""
+    planner = getattr(strategy, "memory", None)
+    return "UNPLANNED" if planner is None else str(planner.state.name)
 
 
 def _result(module: CellModule, steps: Steps, peak: Peak | None, device: torch.device) -> Result:

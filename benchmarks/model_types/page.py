@@ -1,11 +1,13 @@
-"""The page on model types, made from the results."""
+"""The page and the table on model types, made from the results."""
 
 from __future__ import annotations
 
+import csv
+import io
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from model_types.kinds import KINDS
 from model_types.levels import LEVELS, TOKENS
@@ -25,27 +27,82 @@ _FRAMES = (
 # Names of classes, and of modules in a model
 _NAMES = re.compile(r"\b(?!ALiBi\b)[A-Z]\w*[a-z]\w*[A-Z]\w*\b|\b[A-Z]{2,}[a-z]\w+|\bmodel(?:\.\w+)+")
 _ELLIPSIS = "..."
+_OTHER: Final = "another reason"
+_WHOLE_TOKENS: Final = '`context_parallel_size=1`, `sequence_parallel=False`, `schedule="layer"`'
+_GROUPS: Final = (
+    ("the model has no `tp_plan`", "has no tp_plan", "`tensor_parallel_plan`, context parallelism, or ZeRO 3"),
+    (
+        "the model's `tp_plan` splits weights in an unsupported way",
+        r"the plan splits|^style |passes a divided weight|experts \(|does not divide",
+        "`tensor_parallel_plan`, context parallelism, or ZeRO 3",
+    ),
+    (
+        "a layer relates tokens outside attention, or cannot be proven not to",
+        "may not compute each token by itself|needs every layer to run",
+        "no `slice_tokens`: layers then run whole",
+    ),
+    (
+        "labels or inputs cannot be divided over slices or processes",
+        r"takes neither shift_labels|the batch has labels|batch's labels are|a batch of keys|a forward of \d+ tokens",
+        "a loss that takes `shift_labels` and `num_items_in_batch`",
+    ),
+    (
+        "attention is not causal, has a mask of all tokens, or is not computed by a kernel",
+        "needs all tokens at once|an attention mask|computes attention itself|attends outside of the repeated layers",
+        f'`host_backed="none"`; {_WHOLE_TOKENS}',
+    ),
+    ("images have places among all tokens of a row", "pixel_values", _WHOLE_TOKENS),
+    ("the model counts positions itself", "counts positions|takes no position_ids", _WHOLE_TOKENS),
+    ("attention has sinks or soft caps", "s_aux|softcap", "`context_parallel_size=1`, `sequence_parallel=False`"),
+    (
+        "the largest stack of layers gets no gradient",
+        "no backward went through",
+        'name the trained stack: `layers="..."`',
+    ),
+)
+"""Title, pattern of shortened messages, and remedy of the reasons on the page; the first that matches counts."""
 _MEANINGS = [
-    ["works", f"the loss and each parameter's gradient have a relative error of at most {BOUND:g}"],
+    ["works", f"the loss and the gradient of each parameter have a relative error of at most {BOUND:g}"],
     ["whole", "the same; layers run as one slice, and alpha is the fraction of the layers that are swapped"],
     ["nothing swapped", "the same; no plan is made, and training is plain"],
-    ["no", "training is refused in one line"],
-    ["**wrong**", "a gradient differs: a bug"],
-    ["**error**", "training ends with an error that is no message of `MemoStrategy`: a bug"],
+    ["no", "one line refuses the training"],
+    ["wrong, error", "a gradient differs, or training ends with an unexpected error: a bug"],
 ]
+_WORDS: Final = {"plain": "nothing swapped", "refused": "no", "crash": "error"}
 
 
 def render(report: Mapping[str, Any]) -> str:
     """Returns the page."""
-    parts = [_introduction(report), _summary(report["results"]), _levels()]
-    parts += [_section(kind, entries) for kind, entries in report["results"].items()]
+    results = report["results"]
+    parts = [_introduction(report), _summary(results), _levels(), _reasons(results), _found(results), _OWN]
     return "\n\n".join(parts) + "\n"
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """Returns a CSV table with a row for each type: the outcome of each level, and its reason."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["kind", "type", "inputs", *LEVELS, "transformers"])
+    for kind, entries in report["results"].items():
+        for name, entry in entries.items():
+            if "not_built" in entry:
+                cells = ["no tiny model: " + _brief(entry["not_built"])] + [""] * (len(LEVELS) - 1)
+            else:
+                cells = [_cell(entry["levels"].get(level)) for level in LEVELS]
+            writer.writerow([kind, name, entry.get("inputs", ""), *cells, entry["transformers"]])
+    return text.getvalue()
 
 
 def shortened(message: str) -> str:
     """Returns the reason in a message, without settings and advice and with `...` for names of a single model."""
     found = next(filter(None, (re.match(frame, message) for frame in _FRAMES)), None)
     return _NAMES.sub(_ELLIPSIS, message if found is None else found["why"])
+
+
+def group(message: str) -> str:
+    """Returns the title of the reason to which a message belongs."""
+    text = shortened(message)
+    return next((title for title, pattern, _ in _GROUPS if re.search(pattern, text)), _OTHER)
 
 
 def _introduction(report: Mapping[str, Any]) -> str:
@@ -57,27 +114,21 @@ def _introduction(report: Mapping[str, Any]) -> str:
     transformers = _listed([f"{version} ({number} entries)" for version, number in made.most_common()])
     return f"""# Model types
 
-This page shows how `MemoStrategy` trains each model type that transformers registers for {kinds} ({count} entries).
-`python benchmarks/models.py` generates it from `benchmarks/results/models.json`, which contains all messages and errors
-({report["date"][:10]}; {told}; {report["cpu"]["name"]}).
+`python benchmarks/models.py` trains every model type that transformers registers for {kinds}
+({count} entries). **`benchmarks/results/models.csv` has the outcome of each type** and the reason for each refusal;
+`models.json` beside it has all messages and errors. This page, generated from these results, counts them
+({report["date"][:10]}; transformers {transformers}; {told}; {report["cpu"]["name"]}).
 
-Types and their layers are those of transformers {transformers}; other versions may have others. Each type
-is trained on a CPU in fp32, with random weights, about four layers, a hidden size of 32, no dropout, and two sequences
-of {TOKENS} tokens. If a type has several types of layers, the tiny model has each of them. The first step is profiled,
-and the second one follows the plan. In both steps, the loss and the gradient of every parameter are compared with plain
-training:
+Each type trains on a CPU in fp32, with random weights, about four layers, a hidden size of 32, no dropout, and two
+sequences of {TOKENS} tokens. The tiny model has every layer type. The first step is profiled, and the second one
+follows the plan. In both steps, the loss and the gradient of every parameter are compared with plain training:
 
-{_table(["cell", "meaning"], _MEANINGS)}
+{_table(["outcome", "meaning"], _MEANINGS)}
 
-The error of a gradient is relative to its norm, or to 1e-6 of the norm of the whole gradient if that is larger. If it
-exceeds {BOUND:g}, plain training is repeated in fp64: a gradient is also right if its error against fp64 is at most
-{AS_NEAR:g} times that of plain training in fp32, and at most {MOST:.0%}. In one process, a gradient that is not
-right is compared once more with slightly different weights, because a rounding error may cross the kink of a function
-such as ReLU. transformers computes gated delta nets in fp32 also in an fp64 model, so that this reference has
-rounding errors of its own; with 48 tokens, it computes them in one chunk. Models have their default `use_cache`,
-except for the few that cannot be trained with it.
-
-Numbers in parentheses refer to the reasons below each table."""
+The error of a gradient is relative to its norm, or to 1e-6 of the norm of the whole gradient if that is larger. A
+gradient beyond {BOUND:g} is also right if its error against fp64 is at most {AS_NEAR:g} times that of plain fp32
+training, and at most {MOST:.0%}. In one process, such a gradient is compared once more with slightly different weights,
+because rounding may cross the kink of a function such as ReLU."""
 
 
 def _summary(results: Mapping[str, Mapping[str, Entry]]) -> str:
@@ -114,58 +165,77 @@ def _levels() -> str:
         settings = ", ".join(f"{key}={value!r}".replace("'", '"') for key, value in level.settings.items())
         lines.append([name, f"`MemoStrategy({settings})`", str(level.processes)])
     text = (
-        "Slices on the host, the slice schedule and divided tokens swap one stack of layers, the largest "
-        "(of the text model, if there is one): the decoder "
-        "or the encoder, but not both. Smaller stacks, such as vision towers, are trained plainly.\n\n"
-        "If tensor parallelism is refused with the advice `sequence_parallel=False`, the advice is followed; the cell "
-        "then names the reason."
+        "Slices on the host, the slice schedule and divided tokens swap one stack of layers, the largest (of the text "
+        "model, if there is one). Smaller stacks, such as vision towers, train plainly. Where tensor parallelism is "
+        "refused with the advice `sequence_parallel=False`, the advice is followed. A vision-language type that was "
+        "trained on text only may be refused with images."
     )
     return "## Levels\n\n" + _table(["level", "settings", "processes"], lines) + "\n\n" + text
 
 
-def _section(kind: str, entries: Mapping[str, Entry]) -> str:
-    built = {name: entry for name, entry in entries.items() if "not_built" not in entry}
-    reasons = _Reasons()
-    told = ", text only" if kind == "image-text" else ""
+def _reasons(results: Mapping[str, Mapping[str, Entry]]) -> str:
+    counts: dict[str, Counter[str]] = {}
+    for level, outcome in _outcomes(results):
+        if outcome["status"] in ("whole", "plain", "refused"):
+            counts.setdefault(group(outcome["why"]), Counter())[level] += 1
+    remedies = {title: remedy for title, _, remedy in _GROUPS}
     lines = [
-        [f"`{name}`{told * _is_on_text(entry)}", *(_cell(entry["levels"].get(level), reasons) for level in LEVELS)]
-        for name, entry in built.items()
+        [title, *(str(counts[title][level] or "") for level in LEVELS), remedies.get(title, "")]
+        for title in sorted(counts, key=lambda title: -counts[title].total())
     ]
-    parts = [f"## {KINDS[kind].title}", _table(["type", *LEVELS], lines)]
-    if reasons.texts:
-        parts.append("\n".join(f"{number}. {text}" for number, text in enumerate(reasons.texts, 1)))
-    if told and any(map(_is_on_text, built.values())):
-        parts.append('Types with "text only" were trained without images: with images, a level may be refused.')
-    missing = {name: entry["not_built"] for name, entry in entries.items() if "not_built" in entry}
-    if missing:
-        parts.append("No tiny model could be built of these types:")
-        parts.append(_table(["type", "why"], [[f"`{name}`", _escaped(_brief(why))] for name, why in missing.items()]))
-    return "\n\n".join(parts)
+    return (
+        "## Reasons for whole layers and refusals\n\nThe columns count tiny models whose outcome is whole, "
+        "nothing swapped or no.\n\n" + _table(["reason", *LEVELS, "remedy"], lines)
+    )
 
 
-class _Reasons:
-    """Numbers the reasons in the cells of a table."""
+def _found(results: Mapping[str, Mapping[str, Entry]]) -> str:
+    bugs = [
+        f"`{name}` ({KINDS[kind].title.lower()}, {level}): {_cell(outcome)}"
+        for kind, entries in results.items()
+        for name, entry in entries.items()
+        for level, outcome in entry.get("levels", {}).items()
+        if outcome["status"] in ("wrong", "crash")
+    ]
+    text = (
+        "Known bugs:\n\n" + "\n".join(f"- {_escaped(bug)}" for bug in bugs)
+        if bugs
+        else "No gradient is wrong, and no training ends with an unexpected error."
+    )
+    missing = [name for entries in results.values() for name, entry in entries.items() if "not_built" in entry]
+    names = ", ".join(f"`{name}`" for name in dict.fromkeys(missing))
+    return f"{text} No tiny model could be built of {len(missing)} entries: {names}."
 
-    def __init__(self) -> None:
-        self.texts: list[str] = []
 
-    def number(self, message: str) -> int:
-        text = _escaped(message)
-        if text not in self.texts:
-            self.texts.append(text)
-        return self.texts.index(text) + 1
+_OWN: Final = """## Check your own model
+
+Models of other libraries and your own need no registration: `MemoStrategy` finds the repeated layers and proves in the
+first step what each of them computes. To check a model, train a few steps on short sequences without dropout, from the
+same seed, once with `MemoStrategy(alpha=0.5)` and once without the strategy. The losses agree up to rounding. The table
+after the first step names the layers that are swapped; a message names the operation because of which layers run whole.
+With `check_slices=True`, the default, training itself compares layers with themselves in slices.
+
+The comparison of this page for one type of transformers takes about a minute:
+
+```bash
+python benchmarks/models.py --types llama --results /tmp/models.json --page /tmp/models.md --table /tmp/models.csv
+```"""
 
 
-def _cell(outcome: Mapping[str, Any] | None, reasons: _Reasons) -> str:
+def _outcomes(results: Mapping[str, Mapping[str, Entry]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for entries in results.values():
+        for entry in entries.values():
+            yield from entry.get("levels", {}).items()
+
+
+def _cell(outcome: Mapping[str, Any] | None) -> str:
     if outcome is None:
-        return "-"
+        return ""
     status, why = outcome["status"], outcome.get("why", "")
-    if status == "works":
-        return "works" if not why else f"works ({reasons.number(shortened(why))})"
-    if status == "wrong":
-        return f"**wrong** ({outcome['error']:.0e})" if "error" in outcome else "**wrong**"
-    word = {"whole": "whole", "plain": "nothing swapped", "refused": "no", "crash": "**error**"}[status]
-    return f"{word} ({reasons.number(why if status == 'crash' else shortened(why))})"
+    if status == "wrong" and "error" in outcome:
+        why = f"{outcome['error']:.0e}"
+    word = _WORDS.get(status, status)
+    return f"{word}: {_brief(why if status == 'crash' else shortened(why))}" if why else word
 
 
 def _share(part: int, whole: int) -> str:
@@ -177,12 +247,13 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _brief(message: str) -> str:
+    message = " ".join(message.split())
     return message if len(message) <= 200 else message[:200].rpartition(" ")[0] + " " + _ELLIPSIS
 
 
 def _escaped(text: str) -> str:
     """Returns text that Markdown shows as it is."""
-    return re.sub(r"([|*<>\[\]`])", r"\\\1", _brief(text))
+    return re.sub(r"([|*<>\[\]])", r"\\\1", text)
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from lightning_memo.utils.parent_process import exit_with_parent
+from lightning_memo.utils.process import exit_with_parent
 
 _IMPORTS = [
     "torch",

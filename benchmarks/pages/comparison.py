@@ -12,7 +12,9 @@ from cells.flops import shape_of
 from cells.methods import METHODS
 from cells.plans import ALPHAS, BOUND_LAYERS
 
-CHOSEN = "memo_auto"
+DEFAULTS = ("memo_auto", "memo_auto_unplanned")
+"""The default settings, with planned memory and without."""
+
 RECOMPUTED = "checkpointing"
 LOSS_TOLERANCE = 2**-8
 """Relative tolerance of first losses in bf16, which has eight significant bits."""
@@ -28,15 +30,17 @@ _SAME: tuple[tuple[str, Callable[[Result], float], float], ...] = (
 
 @dataclass(frozen=True)
 class Group:
-    """Results of one model, trained one way, on one device.
+    """Results of one model, trained one way, on one device, with one state of the code.
 
     Args:
         cell: One cell of the group; its method and length are not used.
+        code: The commit and the day of the results, see `code_of`.
         results: All results of the group.
         everything: The results of all groups of the device.
     """
 
     cell: Cell
+    code: str
     results: Sequence[Result]
     everything: Sequence[Result]
 
@@ -65,9 +69,13 @@ class Group:
         return result if result is not None and result["status"] == "ok" and result["median_seconds"] else None
 
     def seconds(self, method: str, tokens: int) -> float | None:
-        """Returns the time of a step, or `None`."""
+        """Returns the time of a step, or `None` if there is none, or if the method had not settled before."""
         result = self.finished(method, tokens)
-        return None if result is None else float(result["median_seconds"])
+        return None if result is None or not is_settled(result) else float(result["median_seconds"])
+
+    def default(self, tokens: int) -> tuple[str, float] | None:
+        """Returns the faster of the default settings, with planned memory and without, and its time in seconds."""
+        return self._fastest([method for method in DEFAULTS if method in self.methods], tokens)
 
     def best_other(self, tokens: int) -> tuple[str, float] | None:
         """Returns the fastest method of another project, and its time in seconds."""
@@ -97,7 +105,8 @@ class Group:
 
     def _plain_seconds(self, layers: int, tokens: int) -> float | None:
         wanted = replace(self.cell, layers=layers, method="plain", tokens=tokens)
-        found = [r for r in self.everything if Cell(**r["cell"]).path == wanted.path and r["status"] == "ok"]
+        same = [r for r in self.everything if code_of(r) == self.code and r["status"] == "ok"]
+        found = [r for r in same if Cell(**r["cell"]).path == wanted.path]
         return found[0]["median_seconds"] if found else None
 
     def deviations(self) -> list[tuple[Result, str, float]]:
@@ -126,14 +135,19 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Speedup:
-    """How many times as fast as another method a step of Memo's own plan is, at one length.
+    """How many times as fast as another method a step of this project's strategy is, at one length.
 
     Attributes:
+        tokens: The length.
+        method: The default settings, or the fastest ones if the default has no time.
         best: The fastest method of another project.
+        over_best: Ratio to that method.
+        over_recomputation: Ratio to checkpointing.
         bound: Ratio to a step without recomputation and waiting; 1 means equally fast.
     """
 
     tokens: int
+    method: str
     best: str
     over_best: float
     over_recomputation: float | None
@@ -141,30 +155,34 @@ class Speedup:
 
 
 def speedups(group: Group) -> list[Speedup]:
-    """Returns the speedups at all lengths at which Memo and another method were timed."""
+    """Returns the speedups at all lengths at which this project's strategy and another method were timed."""
     found = []
     for tokens in group.lengths:
-        own, best = group.seconds(CHOSEN, tokens), group.best_other(tokens)
-        if own is None or best is None:
-            continue
-        method, seconds = best
-        recomputed, bound = group.seconds(RECOMPUTED, tokens), group.bound_seconds(tokens)
-        found.append(
-            Speedup(
-                tokens,
-                method,
-                seconds / own,
-                None if recomputed is None else recomputed / own,
-                None if bound is None else bound / own,
-            )
-        )
+        own, other = group.default(tokens) or group.best_memo(tokens), group.best_other(tokens)
+        if own is not None and other is not None:
+            (method, seconds), (best, best_seconds) = own, other
+            recomputed, bound = group.seconds(RECOMPUTED, tokens), group.bound_seconds(tokens)
+            over_recomputation = None if recomputed is None else recomputed / seconds
+            over_bound = None if bound is None else bound / seconds
+            found.append(Speedup(tokens, method, best, best_seconds / seconds, over_recomputation, over_bound))
     return found
+
+
+def is_settled(result: Result) -> bool:
+    """Returns whether all plans were in force in the timed steps, and in a step before them."""
+    return bool(result["settled"] and result["steps"]["warmup"])
+
+
+def code_of(result: Result) -> str:
+    """Returns the commit and, if a clock measured the result, the day; only results with the same are compared."""
+    commit = result.get("commit") or "commit not recorded"
+    return commit if "simulated" in result else f"{result['date'][:10]}, {commit}"
 
 
 def groups_of(results: Sequence[Result]) -> list[Group]:
     """Returns the groups of one device, without groups that are only measured for the bound."""
-    by_name: dict[str, list[Result]] = {}
+    by_name: dict[tuple[str, str], list[Result]] = {}
     for result in results:
-        by_name.setdefault(Cell(**result["cell"]).group, []).append(result)
-    groups = [Group(Cell(**found[0]["cell"]), found, results) for found in by_name.values()]
+        by_name.setdefault((Cell(**result["cell"]).group, code_of(result)), []).append(result)
+    groups = [Group(Cell(**found[0]["cell"]), code, found, results) for (_, code), found in sorted(by_name.items())]
     return [g for g in groups if g.cell.layers not in BOUND_LAYERS or g.methods != ["plain"]]

@@ -38,18 +38,21 @@ def reserved(report: Report) -> str:
 
 def placement(report: Report) -> str:
     """Returns the section on placement problems and the planner's solutions."""
+    solved = [row for row in report["results"] if row["status"] == "ok"]
+    easy = [row for row in solved if row["one_pass"]["peak"] == row["place"]["peak"] == row["place"]["lower_bound"]]
     rows = [
         [
             row["problem"], f"{row['buffers']:,}", f"{row['place']['peak'] / row['place']['lower_bound']:.3f}",
             f"{row['one_pass']['peak'] / row['place']['lower_bound']:.3f}", f"{row['place']['seconds']:.2f} s",
         ]
-        for row in report["results"]
-        if row["status"] == "ok"
+        for row in solved
+        if row not in easy
     ]  # fmt: skip
     head = ["problem", "buffers", "peak / lower bound", "best of 24 one-pass placements", "time"]
     told = (
-        "A to J are hard instances published by google/minimalloc; the search ends when their capacity is met.\n"
-        "The others are recorded layers, and models with 8 layers."
+        "A to J are hard instances published by google/minimalloc; the search ends when their capacity is met. The\n"
+        f"placement planner also meets the lower bound of {len(easy)} recorded layers and models, as one-pass "
+        f"placements do, in at most {max((row['place']['seconds'] for row in easy), default=0):.2f} s."
     )
     return "\n\n".join(["**Placement of buffers**, on one core", table(head, rows), told, _told(report)])
 

@@ -9,8 +9,7 @@ from cells.cell import Result
 from cells.methods import METHODS
 from cells.plans import ALPHAS, BOUND_LAYERS
 
-from lightning_memo.utils.units import format_bytes
-from pages.comparison import LOSS_TOLERANCE, NORM_TOLERANCE, Group, Speedup, groups_of, speedups
+from pages.comparison import LOSS_TOLERANCE, NORM_TOLERANCE, Group, Speedup, groups_of, is_settled, speedups
 from pages.markdown import number, ratio, table, tokens
 
 NOT_MEASURED = """Nothing has been measured on a GPU yet; `benchmarks/results/gpu` is empty.
@@ -19,22 +18,23 @@ any time; it continues where it stopped. `python benchmarks/gpu.py --help` descr
 
 TUNING = {"full": "all weights trained", "lora": "LoRA of rank 16 on all linear layers"}
 
-_EXPLAINED = f"""Each cell is the median of the timed steps of Lightning's Trainer on one sequence of random tokens, in bf16 with AdamW, in its
-own process. All methods use the same attention kernel and compute the loss in chunks (ALST in its own tiles), so they differ
-only in what they do with activations. MFU counts attention as causal and does not count recomputed operations. First losses
-agree within {LOSS_TOLERANCE:.1%}, and the norms of first gradients within {NORM_TOLERANCE:.1%}, unless a line says otherwise.
-"oom" means that the GPU ran out of memory; "oohm" means that the host did."""  # noqa: E501  a line of the page
+_EXPLAINED = f"""Each cell is the median of the timed steps of Lightning's Trainer on one sequence of random tokens, in bf16 with AdamW. All
+methods use one attention kernel and compute the loss in chunks (ALST in its own tiles). MFU counts attention as causal and does
+not count recomputed operations. First losses agree within {LOSS_TOLERANCE:.1%}, and the norms of first gradients within
+{NORM_TOLERANCE:.1%}, unless a line says otherwise. "oom" means that the GPU ran out of memory; "oohm" means that the host did. A cell
+is "not settled" unless all plans were in force before its timed steps and during one more; nothing is compared with such a
+cell. Cells of different days or commits are in different tables."""  # noqa: E501  a line of the page
 
 
-def device_section(results: Sequence[Result], pictures: dict[str, Path]) -> str:
+def device_section(results: Sequence[Result], picture_of: Callable[[Group], Path]) -> str:
     """Returns the section with all groups of one device.
 
     Args:
         results: Results of the device.
-        pictures: Path of each group's picture, relative to the page.
+        picture_of: Returns the path of a group's picture, relative to the page.
     """
-    groups = groups_of(results)
-    return "\n\n".join([_circumstances(results), _EXPLAINED, *[_group(g, pictures.get(g.cell.group)) for g in groups]])
+    groups = [_group(group, picture_of(group)) for group in groups_of(results)]
+    return "\n\n".join([_EXPLAINED, *groups, _circumstances(results)])
 
 
 def _circumstances(results: Sequence[Result]) -> str:
@@ -42,28 +42,23 @@ def _circumstances(results: Sequence[Result]) -> str:
     days = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     versions = sorted({f"{k} {v}" for r in results for k, v in r.get("versions", {}).items() if k != "lightning_memo"})
     packages = sorted({package for r in results for package in r.get("packages", [])})
-    commands = sorted({r["command"] for r in results if "command" in r})
-    told = "\n".join(f"- `{command}`" for command in commands)
-    return f"{days}; {', '.join(dict.fromkeys([*versions, *packages]))}. Measured by\n\n{told}"
+    return f"Measured on {days} with {', '.join(dict.fromkeys([*versions, *packages]))}."
 
 
-def _group(group: Group, picture: Path | None) -> str:
+def _group(group: Group, picture: Path) -> str:
     cell = group.cell
     layers = "" if cell.layers is None else f", its first {cell.layers} layers"
     kernel = {"sdpa": "PyTorch's flash attention", "cudnn": "cuDNN's attention"}[cell.attention]
     special = "" if cell.loss == "chunked" else ", whole logits"
     special += "" if cell.allocator == "native" else f", allocator: {cell.allocator}"
     parts = [
-        f"#### {cell.model}{layers}, {TUNING[cell.tuning]}{special}",
+        f"#### {cell.model}{layers}, {TUNING[cell.tuning]}{special}: {group.code}",
         f"Attention: {kernel}.",
         *_deviations(group),
-        "" if picture is None else f"![Tokens per second by length]({picture})",
+        f"![Tokens per second of each method]({picture})",
         "**Tokens per second, and MFU**\n\n" + _over_lengths(group, group.methods, _speed),
         _ratios(group),
         _alphas(group),
-        "**Memory: peak of the device (reserved), and of the process on the host**\n\n"
-        + _over_lengths(group, group.methods, _memory),
-        _copies(group),
         _longest(group),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -85,37 +80,38 @@ def _state(result: Result) -> str:
 
 
 def _speed(result: Result) -> str:
-    return f"{result['tokens_per_second']:,.0f} ({number(result['mfu'], '{:.1%}')})"
+    told = f"{result['tokens_per_second']:,.0f} ({number(result['mfu'], '{:.1%}')})"
+    return told if is_settled(result) else f"{told}, not settled"
 
 
-def _memory(result: Result) -> str:
-    memory = result["memory"]
-    device, retries = memory["peak_reserved_bytes"], memory["alloc_retries"]
-    told = "-" if device is None else format_bytes(device) + (f", {retries} retries" if retries else "")
-    return f"{told} / {format_bytes(memory['peak_rss_bytes'])}"
-
-
-SPEEDUPS = ("length", "over the fastest other method", "which is", "over checkpointing", "bound / step time")
+SPEEDUPS = (
+    "length",
+    "settings",
+    "over the fastest other method",
+    "fastest alternative",
+    "over checkpointing",
+    "bound / step time",
+)
 """Header of a table of `speedup_cells`."""
 
 
 def speedup_cells(speedup: Speedup) -> list[str]:
     """Returns a row of the table of speedups."""
     over = [number(value, "{:.3f}") for value in (speedup.over_best, speedup.over_recomputation, speedup.bound)]
-    return [tokens(speedup.tokens), over[0], METHODS[speedup.best].label, *over[1:]]
+    return [tokens(speedup.tokens), METHODS[speedup.method].label, over[0], METHODS[speedup.best].label, *over[1:]]
 
 
 def _ratios(group: Group) -> str:
-    """Compares Memo's own plan with the best other method, full recomputation and the bound."""
+    """Compares the default settings with the best other method, full recomputation and the bound."""
     rows = [speedup_cells(speedup) for speedup in speedups(group)]
     if not rows:
         return ""
     first, second = BOUND_LAYERS
-    return "\n\n".join([
-        "**Speedup of Memo auto**", table(SPEEDUPS, rows),
-        f"The bound is a step without recomputation and waiting, extrapolated from plain training of {first} and\n"
-        f"{second} layers, which fit in memory. A value of 1 means as fast as the bound.",
-    ])  # fmt: skip
+    told = (
+        "The settings are the default, or the fastest ones where no settled cell has the default. The bound is a step "
+        f"without\nrecomputation and waiting, extrapolated from plain training of {first} and {second} layers."
+    )
+    return "\n\n".join(["**Speedup of Memo**", table(SPEEDUPS, rows), told])
 
 
 def _alphas(group: Group) -> str:
@@ -134,34 +130,6 @@ def _alphas(group: Group) -> str:
         return ""
     head = ["length", *[METHODS[m].label.removeprefix("Memo, ") for m in swept], "the plan's choice", "its alpha"]
     return "**Speed by alpha, relative to the fastest alpha**\n\n" + table(head, rows)
-
-
-def _copies(group: Group) -> str:
-    """Returns the share of a step in which copies are exposed."""
-    rows = []
-    for method in group.methods:
-        for length in group.lengths:
-            result = group.finished(method, length)
-            if result is None or not (result["waits"] or result["activity"]):
-                continue
-            waits, activity = result["waits"] or {}, result["activity"] or {}
-            waited, step = waits.get("waited_seconds", {}), waits.get("step_seconds")
-            rows.append([
-                METHODS[method].label, tokens(length),
-                *[number(waited.get(stream), "{:.3f} s") for stream in ("offload", "prefetch")],
-                ratio(sum(waited.values()) if waits else None, step, "{:.1%}"),
-                number(activity.get("exposed_copy_seconds"), "{:.3f} s"),
-                ratio(activity.get("exposed_copy_seconds"), result["median_seconds"], "{:.1%}"),
-                ratio(activity.get("idle_seconds"), result["median_seconds"], "{:.1%}"),
-            ])  # fmt: skip
-    if not rows:
-        return ""
-    head = ["", "length", "waits, offload", "waits, prefetch", "of the step", "copies alone", "of the step", "idle"]
-    return (
-        "**Waiting for copies**\n\n" + table(head, rows) + "\n\nWaits are times in which the computation waits for the"
-        ' engine\'s own streams, measured with events. "Copies alone" is the time in\nwhich the GPU copies to or from'
-        " the host and computes nothing, measured with the profiler for all methods."
-    )
 
 
 def _longest(group: Group) -> str:

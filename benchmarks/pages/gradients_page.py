@@ -11,8 +11,8 @@ from pages.markdown import source, table, tokens
 INTRODUCTION = """## Gradients in bf16
 
 Relative distances of all gradients of a step, and of those of the weight that is farthest. On a GPU, kernels sum some gradients
-in a varying order, and plain training does not repeat its own gradients ("plain, again"): what is stored and recomputed
-for all tokens is as near to plain training as plain training is to itself. Slices round at other places; on the CPU, they are
+in a varying order, and plain training does not repeat its own gradients ("plain, again"): gradients of stored and recomputed
+layers of all tokens are as near to plain training as plain training is to itself. Slices round at other places; on the CPU, they are
 nearly as close to full precision as plain training is."""  # noqa: E501  lines of the page
 
 

@@ -1,4 +1,4 @@
-"""The picture of speed by length."""
+"""The picture of the speed of methods."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from pages.markdown import tokens
 
 
 def draw(group: Group, device: str, path: Path) -> None:
-    """Draws tokens per second by length for each method with a time, and the bound as a dotted line.
+    """Draws bars of tokens per second, for each method that settled at each length, and the bound as a dotted line.
 
     Args:
         group: The group to draw.
         device: Name of the device on which it was measured.
         path: The PNG file to write.
     """
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
-    for method in group.methods:
-        timed = [t for t in group.lengths if group.seconds(method, t)]
-        style = "o-" if METHODS[method].is_memo else "s--"
-        if timed:
-            speeds = [t / float(group.seconds(method, t) or 1) for t in timed]
-            axes.plot(timed, speeds, style, label=METHODS[method].label, linewidth=2 if method == "memo_auto" else 1)
-    bounds = [(t, t / bound) for t in group.lengths if (bound := group.bound_seconds(t))]
-    if bounds:
-        axes.plot(*zip(*bounds, strict=True), ":", color="black", label="bound")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(group.lengths, [tokens(t) for t in group.lengths])
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("tokens of the sequence")
-    axes.set_ylabel("tokens per second")
-    axes.set_title(f"{group.cell.group}, {device}")
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend(fontsize=8)
+    figure = Figure(figsize=(9, 1.2 + 0.28 * sum(len(_bars(group, t)) for t in group.lengths)), layout="constrained")
+    grid = figure.subplots(len(group.lengths), squeeze=False, sharex=True)
+    for axes, length in zip(grid[:, 0], group.lengths, strict=True):
+        bars = _bars(group, length)
+        colors = ["tab:blue" if METHODS[method].is_memo else "tab:gray" for method, _ in bars]
+        drawn = axes.barh([METHODS[method].label for method, _ in bars], [speed for _, speed in bars], color=colors)
+        axes.bar_label(drawn, fmt="{:,.0f}", padding=3)
+        if bound := group.bound_seconds(length):
+            axes.axvline(length / bound, linestyle=":", color="black", label="bound")
+            axes.legend(fontsize=8)
+        axes.set_title(f"{tokens(length)} tokens", fontsize=10)
+        axes.margins(x=0.12)
+    grid[-1, 0].set_xlabel("tokens per second")
+    figure.suptitle(f"{group.cell.group}, {device}: {group.code}", fontsize=11)
     with replacing(path) as unfinished:
         figure.savefig(unfinished, dpi=110)
+
+
+def _bars(group: Group, length: int) -> list[tuple[str, float]]:
+    """Returns the tokens per second of each method that settled at a length, slowest first."""
+    timed = [(method, seconds) for method in group.methods if (seconds := group.seconds(method, length))]
+    return sorted(((method, length / seconds) for method, seconds in timed), key=lambda bar: bar[1])

@@ -9,20 +9,21 @@ from cells.cell import Cell, Result
 from cells.methods import METHODS
 
 from lightning_memo.utils.units import format_bytes
-from pages.comparison import Group, groups_of
+from pages.comparison import Group, groups_of, is_settled
 from pages.gpu_page import TUNING
-from pages.markdown import ratio, table, tokens
+from pages.markdown import table, tokens
 
 INTRODUCTION = """## On a simulated GPU
 
-**Nothing in this section was measured on a GPU.** PyTorch's CUDA build, its allocators, the model and all methods run at full
-size and unmodified, but large tensors are not computed: kernels and copies take the time that a model of the device says, so
-times are *simulated*, and memory is what PyTorch's allocators count. `benchmarks/rehearsal/` has the numbers of the device with
-their sources; [benchmarks.md](benchmarks.md#the-same-at-full-size-without-a-gpu) says how it works and what it leaves out.
+**Nothing in this section was measured on a GPU.** PyTorch's CUDA build, its allocators, the model and all methods run at full size
+and unmodified, but large tensors are not computed: kernels and copies take the time that a model of the device says.
+[Benchmarks](benchmarks.md#the-same-at-full-size-without-a-gpu) describes it and its limits.
 
-A cell is the time of a step, and in brackets the peak of the device and the locked memory of the host. "oom" means that the
-device ran out of memory, and "oohm" that the host did. All methods use cuDNN's attention, the loss in chunks and AdamW, in bf16
-on one sequence. The bound is a step without recomputation and waiting, extrapolated from 1 and 2 layers."""  # noqa: E501  lines of the page
+A cell is the time of a step; Memo's cells also have the peak of the device and the locked memory of the host. All methods use cuDNN's
+attention, the loss in chunks and AdamW, in bf16 on one sequence; memory is not planned. "Selective checkpointing" saves the outputs
+of attention and recomputes everything else. The bound is a step without recomputation and waiting, extrapolated from 1 and 2 layers.
+The last row compares Memo's default settings with the fastest other method. Steps in which Memo compares layers with themselves
+(1, 2, 4, ..., and every 64th) take up to 0.5 s longer, which the median leaves out."""  # noqa: E501  lines of the page
 
 _LONGEST = """### The longest sequences
 
@@ -32,27 +33,23 @@ in slices, and later ones stay cut ([long_sequences.md](long_sequences.md))."""
 _ALST = """### Beside the parts of ALST
 
 The parts of DeepSpeed's Arctic Long Sequence Training that concern activations on one GPU ({packages}): feed-forward layers in tiles of
-as many tokens as the hidden size, the loss in tiles of 1 GiB of fp32 logits, and checkpoints on the host. The forward pass of a
-feed-forward layer runs three times in a step, that of attention twice. Three rows differ in their checkpoints:
+as many tokens as the hidden size, the loss in tiles of 1 GiB of fp32 logits, and checkpoints on the host. Three rows differ in their
+checkpoints:
 
 - "DeepSpeed ALST": DeepSpeed's context manager as its tutorial shows it. Layer inputs that came back from the host stay on the device
-  until the step has ended. Each is locked memory of its own on the host, which PyTorch rounds up to a power of two.
+  until the step has ended.
 - "inputs freed after use": the same, changed here, so that each input is freed once its layer has used it.
 - "reentrant checkpoints": the tutorial's other way. Inputs are copied as in ArcticTraining, on the compute stream, to memory that is
-  not locked. It is 16 GiB for each 64K tokens, and neither counted in the brackets nor limited here; the rate of these copies
-  (`pageable`) is assumed.
+  not locked; the rate of these copies (`pageable`) is assumed.
 
 The published run of 500K tokens on one H100 also keeps weights and optimizer states on the host by ZeRO 3, and uses FlashAttention and
-liger-kernel's fused operations. None of this is used here: adapters are trained, weights are on the device, and all methods run the
-same operations of Hugging Face's model. That a length does not fit here says nothing about those settings. The
-tutorial also recommends expandable segments, with which the length that did not fit was tried again."""  # noqa: E501  lines of the page
+liger-kernel's fused operations, none of which is used here. A length that does not fit here says nothing about those settings, nor
+about expandable segments, which the tutorial recommends."""  # noqa: E501  lines of the page
 
-_HOST_OF_MEASURED = "128GiB"  # of which the measured machine's system takes 3 GiB
+_BESIDE_MEASURED = """### Simulated beside measured
 
-_BESIDE_MEASURED = f"""### Simulated beside measured
-
-The same cells on a [simulated GPU](#on-a-simulated-gpu) with {_HOST_OF_MEASURED} of host memory, whose rates others have published.
-They were not fitted to these measurements."""  # noqa: E501  lines of the page
+Each measured cell, and the same cell on a [simulated GPU](#on-a-simulated-gpu) with 128 GiB of host memory, rehearsed with the code of the
+day on which it was measured. The rates of the simulated device were fitted to the kernels' times of these cells."""  # noqa: E501  lines of the page
 
 # Memory of the host, name of the device, and results of all groups.
 Rehearsed = Sequence[tuple[str, str, Sequence[Result]]]
@@ -73,21 +70,22 @@ def section(host: str, device: str, results: Sequence[Result]) -> str:
 
 
 def beside_measured(devices: Mapping[str, Sequence[Result]], rehearsed: Rehearsed) -> list[str]:
-    """Returns a section that compares rehearsals with what was measured of the same cells, if there are any.
+    """Returns a section that compares measured cells with rehearsals of the same code, if there are any.
 
     Args:
         devices: Measured results, by name of the device.
-        rehearsed: Memory of the host, name of the device, and results of all groups.
+        rehearsed: Day of the measured cells, name of the device, and results of all groups.
     """
     rows = []
-    for host, device, found in rehearsed:
+    for day, device, found in rehearsed:
         simulated = {_path(r): r for r in found}
         for r in devices.get(device.removesuffix(" (simulated)"), ()):
             there = simulated.get(_path(r))
-            if host == _HOST_OF_MEASURED and there and r["status"] == there["status"] == "ok":
+            if r["date"].startswith(day) and there and r["status"] == there["status"] == "ok":
                 cell = r["cell"]
                 name = f"{cell['model']}, {cell['tuning']}, {tokens(cell['tokens'])}: {METHODS[cell['method']].label}"
                 seconds = [each["median_seconds"] for each in (r, there)]
+                name += "" if is_settled(r) else " (not settled)"
                 sizes = [format_bytes(each["memory"]["peak_allocated_bytes"]) for each in (r, there)]
                 rows.append([name, *map(_seconds, seconds), f"{seconds[1] / seconds[0] - 1:+.1%}", *sizes])
     head = ["", "measured", "simulated", "error", "device memory, measured", "simulated"]
@@ -131,7 +129,7 @@ def alst(rehearsed: Rehearsed) -> str:
 
 
 def summary(rehearsed: Rehearsed) -> str:
-    """Returns a table of Memo's speedup over the fastest other method.
+    """Returns a table of the default's speedup over the fastest other method.
 
     Args:
         rehearsed: Memory of the host, name of the device, and results of all groups.
@@ -139,14 +137,14 @@ def summary(rehearsed: Rehearsed) -> str:
     groups = [(host, group) for host, _, found in rehearsed for group in _whole_models(found)]
     lengths = sorted({length for _, group in groups for length in group.lengths})
     rows = [
-        [f"{group.cell.model}, {group.cell.tuning}, {host} of host memory", *(_speedup(group, n) for n in lengths)]
+        [f"{group.cell.model}, {group.cell.tuning}, {host} of host memory", *(_ratio(group, n) for n in lengths)]
         for host, group in groups
     ]
     devices = ", ".join(sorted({device for _, device, _ in rehearsed}))
     return (
-        f"**{devices}**: speedup of the fastest setting of `MemoStrategy` over checkpointing, with or without "
-        "offloading,\nwhichever is faster. Times are *simulated*, nothing was measured: "
-        "[docs/performance.md](docs/performance.md).\n\n" + table(["", *map(tokens, lengths)], rows)
+        f"**{devices}**: speedup of `MemoStrategy()` over the fastest other method that fits. Times are *simulated*, "
+        "nothing was\nmeasured ([methods and times](docs/performance.md)).\n\n"
+        + table(["", *map(tokens, lengths)], rows)
     )
 
 
@@ -156,7 +154,7 @@ def _whole_models(results: Sequence[Result]) -> list[Group]:
 
 def _group(group: Group) -> str:
     bound = ["bound", *(_seconds(group.bound_seconds(n)) for n in group.lengths)]
-    return f"**{group.cell.model}, {TUNING[group.cell.tuning]}**\n\n{_methods(group, bound)}"
+    return f"**{group.cell.model}, {TUNING[group.cell.tuning]}** ({group.code})\n\n{_methods(group, bound)}"
 
 
 def _methods(group: Group, *more: list[str]) -> str:
@@ -164,13 +162,15 @@ def _methods(group: Group, *more: list[str]) -> str:
     rows = [[METHODS[m].label, *(_cell(group.result(m, n)) for n in group.lengths)] for m in group.methods]
     rows.extend(more)
     if any(METHODS[m].is_memo for m in group.methods):
-        rows.append(["Memo's best: times as fast as the best other", *(_speedup(group, n) for n in group.lengths)])
+        rows.append(["Memo's default: times as fast", *(_speedup(group, n) for n in group.lengths)])
     return table(["", *map(tokens, group.lengths)], rows)
 
 
 def _cell(result: Result | None) -> str:
     if result is None or result["status"] != "ok":
         return "-" if result is None else result["status"]
+    if not METHODS[result["cell"]["method"]].is_memo:
+        return _seconds(result["median_seconds"])
     memory = result["memory"]
     pinned = max(result["swapped_host_bytes"], memory["peak_pinned_bytes"] or 0)
     sizes = format_bytes(memory["peak_allocated_bytes"]), "0" if pinned < _NEGLIGIBLE_BYTES else format_bytes(pinned)
@@ -182,6 +182,18 @@ def _seconds(seconds: float | None) -> str:
 
 
 def _speedup(group: Group, length: int) -> str:
-    other, own = (None if best is None else best[1] for best in (group.best_other(length), group.best_memo(length)))
-    tried = any(group.result(m, length) is not None for m in group.methods if not METHODS[m].is_memo)
-    return "only Memo fits" if tried and other is None and own else ratio(other, own, "{:.2f} x")
+    """Returns how many times as fast as the fastest other method the default is, with the name of that method."""
+    other = group.best_other(length)
+    ratio = _ratio(group, length)
+    return ratio if other is None or ratio == "-" else f"{ratio} ({METHODS[other[0]].label})"
+
+
+def _ratio(group: Group, length: int) -> str:
+    """Returns how many times as fast as the fastest other method the default is."""
+    own, other = group.default(length), group.best_other(length)
+    if own is None:
+        return "-"
+    if other is None:
+        tried = any(group.result(m, length) is not None for m in group.methods if not METHODS[m].is_memo)
+        return "only Memo fits" if tried else "-"
+    return f"{other[1] / own[1]:.3f}"

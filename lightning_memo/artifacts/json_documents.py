@@ -13,6 +13,7 @@ from dataclasses import MISSING, fields
 from typing import Any, Final, Literal, NoReturn, TypeVar
 
 _LONGEST_TEXT: Final = 2000
+_TOO_LARGE: Final = 2**63
 _Document = TypeVar("_Document")
 
 
@@ -22,19 +23,21 @@ def items(document: Any) -> list[tuple[str, Any]]:
 
 
 def check_range(document: Any, least: dict[str, int]) -> None:
-    """Check that every number of a dataclass, also within tuples, is finite and not too small.
+    """Check that every number of a dataclass, also within tuples, is not too small, and can be read from JSON.
 
     Args:
         document: The dataclass.
         least: Smallest allowed value by field; 0 for fields that it does not name.
 
     Raises:
-        ValueError: A number is too small, NaN or infinite.
+        ValueError: A number is too small, too large for 64 bits, NaN or infinite.
     """
     for name, value in items(document):
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (int, float)) and not least.get(name, 0) <= number < math.inf:
                 raise ValueError(f"{name}={number!r} must be finite and at least {least.get(name, 0)}")
+            if isinstance(number, (int, float)) and number >= _TOO_LARGE:
+                raise ValueError(f"{name}={number!r} must be less than 2^63")
 
 
 def read_json(kind: type[_Document], text: str, version: int) -> _Document:
@@ -106,8 +109,10 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
         return value
     if kind is bool and isinstance(value, bool):
         return value
-    if kind in (int, float) and isinstance(value, (int, kind)) and not isinstance(value, bool) and abs(value) < 2**63:
-        return kind(value)
+    is_number = kind in (int, float) and isinstance(value, (int, kind)) and not isinstance(value, bool)
+    # Integers just below the bound are rounded up to it where the field is a float.
+    if is_number and abs(value) < _TOO_LARGE and abs(number := kind(value)) < _TOO_LARGE:
+        return number
     # Text is printed on terminals, where control characters would take effect.
     if kind is str and isinstance(value, str) and value.isprintable() and len(value) <= _LONGEST_TEXT:
         return value

@@ -79,6 +79,14 @@ class Plan:
         check_range(self, {})
         if self.version != VERSION:
             raise ValueError(f"version={self.version} cannot be read: this lightning_memo reads version {VERSION}")
+        storage, kinds = self.swap.storage, self.storage_costs
+        if storage is not None and kinds is not None:
+            described = (storage.tokens, len(storage.calls)), (kinds.tokens, len(kinds.classes))
+            if described[0] != described[1]:
+                raise ValueError(
+                    "swap.storage has {} tokens and {} classes of layer calls, but storage_costs has {} and {}: the "
+                    "numbers must be equal".format(*described[0], *described[1])
+                )
 
     def to_json(self) -> str:
         """Convert the plan to JSON."""
@@ -143,5 +151,5 @@ class Plan:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(
-                f"{os.fspath(path)}: not a plan: {error}; delete it, and the next run will create it again"
+                f"{os.fspath(path)}: not a plan: {error}; give a file that plan.save() has written, or plan=None"
             ) from None

@@ -6,18 +6,14 @@ import contextlib
 import hashlib
 import json
 import os
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
 
 from lightning_memo.artifacts.buffer_placement import StepPlacement
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.trace import Trace
 from lightning_memo.utils.files import user_cache
-
-_WRITING_SECONDS: Final = 3600.0  # an unfinished file that is older was left behind by a killed process
 
 
 def cache_folder() -> Path:
@@ -79,13 +75,13 @@ class PlanCache:
             self.warn(f"the memory plan cannot be saved for later runs: {error}")
 
     def _make_room(self, newest: str) -> None:
-        """Remove the least recently used files and those of killed processes. Other processes may change the folder."""
+        """Remove the least recently used files. Other processes may change the folder meanwhile."""
         files: dict[str, list[tuple[float, int, Path]]] = {}
         for path in self.folder.iterdir():
             with contextlib.suppress(FileNotFoundError):
-                status = path.stat()
-                if path.name.startswith(".") and status.st_mtime > time.time() - _WRITING_SECONDS:
+                if path.name.startswith("."):  # what other processes are writing
                     continue
+                status = path.stat()
                 files.setdefault(path.stem, []).append((status.st_mtime, status.st_size, path))
         total = sum(size for versions in files.values() for _, size, _ in versions)
         for stem in sorted(files, key=lambda stem: max(used for used, _, _ in files[stem])):

@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from lightning_memo.artifacts.compressed_layout import SwapPrecision
 from lightning_memo.artifacts.json_documents import check_range
 from lightning_memo.artifacts.layer_costs import resident_calls
-from lightning_memo.artifacts.spill_layout import SpillLayout, whole_blocks
+from lightning_memo.artifacts.slot_layouts import SpillLayout, SwapPrecision, whole_blocks
 from lightning_memo.artifacts.storage_plan import StoragePlan
 
 MOST_CALLS: Final = 2**16
@@ -110,6 +109,11 @@ class SwapPlan:
             raise ValueError(f"spilled_calls={self.spilled_calls} must be at most the calls that are swapped whole")
         if self.whole_layers and (self.streamed or self.storage is not None or self.spilled_calls):
             raise ValueError("whole_layers contradicts host_backed, a storage plan and spilled_calls")
+        if self.storage is not None and len(self.storage.call_classes) != self.calls:
+            raise ValueError(
+                f"storage.call_classes must have a class for each of the {self.calls} layer calls, but has "
+                f"{len(self.storage.call_classes)}"
+            )
         if len(self.stored_spill_bytes) not in (0, self.calls):
             raise ValueError(f"stored_spill_bytes must have an entry for each of the {self.calls} layer calls, or none")
 

@@ -92,7 +92,8 @@ class CallCosts:
         check_range(self, {"window_tokens": 1})
         names = [product.name for product in self.products]
         if len(set(names)) < len(names):
-            raise ValueError(f"products must have different names, but the names are: {', '.join(names)}")
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f'products must have different names, but several are named "{twice}"')
 
     @property
     def kinds(self) -> tuple[str, ...]:

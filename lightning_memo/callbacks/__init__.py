@@ -1,4 +1,4 @@
-"""Lightning callbacks that users add to a Trainer. MemoStrategy adds the one in `runtime_callback.py` by itself."""
+"""Lightning callbacks that users add to a Trainer. MemoStrategy adds those in `strategy_callbacks.py` by itself."""
 
 from lightning_memo.callbacks.monitor import Monitor
 from lightning_memo.callbacks.progress_bar import StepProgressBar

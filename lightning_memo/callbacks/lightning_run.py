@@ -1,4 +1,4 @@
-"""A run of Lightning's Trainer, as the runtime sees it."""
+"""A run of Lightning's Trainer: its state as the runtime reads it, and its loggers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import lightning.pytorch as pl
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch.optim import Optimizer
 
 
 class LightningRun:
-    """Implements :class:`~lightning_memo.runtime.training_run_protocol.TrainingRun` for a `Trainer`.
+    """Implements :class:`~lightning_memo.runtime.training_run.TrainingRun` for a `Trainer`.
 
     Args:
         trainer: The trainer. Values are read when they are asked for, because callbacks may change them.
@@ -65,8 +66,7 @@ class LightningRun:
 
     @property
     def logs_now(self) -> bool:
-        interval = max(self._trainer.log_every_n_steps, 1)
-        return bool(self._trainer.loggers) and self._trainer.global_step % interval == 0
+        return bool(self._trainer.loggers) and logs_now(self._trainer)
 
     def folder(self) -> Path | None:
         folder = Path(self._trainer.log_dir or self._trainer.default_root_dir)  # all processes have to ask
@@ -88,5 +88,32 @@ class LightningRun:
         return take_back
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        for logger in self._trainer.loggers:
-            logger.log_metrics(dict(metrics), step=self._trainer.global_step)
+        log_metrics(self._trainer, metrics)
+
+
+def logs_now(trainer: pl.Trainer) -> bool:
+    """Whether Lightning logs metrics of the batch that has just been trained, if an optimizer stepped after it."""
+    return trainer._logger_connector.should_update_logs or bool(trainer.fast_dev_run)
+
+
+def log_metrics(trainer: pl.Trainer, metrics: Mapping[str, float]) -> None:
+    """Send metrics of the present batch to the loggers, for the step under which Lightning logs those of the module."""
+    for logger in trainer.loggers:
+        logger.log_metrics(dict(metrics), step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def log_pictures(trainer: pl.Trainer, pictures: Mapping[str, Path]) -> None:
+    """Log PNG files with the loggers that take images: those of TensorBoard and of Weights & Biases.
+
+    Args:
+        trainer: Trainer of the run. Its present step is that of the images. Only its first process logs.
+        pictures: The files, by the names of the images.
+    """
+    for logger in trainer.loggers:
+        for name, path in pictures.items():
+            if isinstance(logger, TensorBoardLogger):
+                from matplotlib.image import imread  # the import takes a second
+
+                logger.experiment.add_image(name, imread(path), trainer.global_step, dataformats="HWC")
+            elif isinstance(logger, WandbLogger):
+                logger.log_image(name, [str(path)], step=trainer.global_step)

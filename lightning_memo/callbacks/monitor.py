@@ -16,7 +16,8 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.engine.copies.timeline_recorder import TimelineRecorder
+from lightning_memo.callbacks.lightning_run import log_metrics, logs_now
+from lightning_memo.engine.timeline_recorder import TimelineRecorder
 from lightning_memo.shapes.hf_config import shape_of
 from lightning_memo.shapes.model_shape import ModelShape
 from lightning_memo.utils.find_layers import find_hugging_face
@@ -94,10 +95,9 @@ PyTorch's allocator counts it; not on a CPU |
         self._window.steps += 1
         if self._recorder is not None:
             self._window.stalled += self._recorder.waited_seconds()
-        if self._step % max(trainer.log_every_n_steps, 1) == 0:
+        if logs_now(trainer):
             metrics = self._metrics(trainer, pl_module.device)
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=self._step)
+            log_metrics(trainer, metrics)
             trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
             self._window = _Window()
 

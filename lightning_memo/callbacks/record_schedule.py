@@ -11,10 +11,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_memo.artifacts.timeline import Timeline
-from lightning_memo.callbacks.log_pictures import log_pictures
-from lightning_memo.engine.copies.timeline_recorder import TimelineRecorder
-from lightning_memo.reports.schedule_picture import draw_schedule
-from lightning_memo.reports.schedule_trace import write_trace
+from lightning_memo.callbacks.lightning_run import log_pictures
+from lightning_memo.engine.timeline_recorder import TimelineRecorder
+from lightning_memo.reports.schedule import draw_schedule, write_trace
 
 PICTURE_FILE, TRACE_FILE = "schedule.png", "schedule.trace.json"
 _DEFAULT_STEP = 6

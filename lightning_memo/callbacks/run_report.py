@@ -14,10 +14,10 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_memo.callbacks.log_pictures import log_pictures
+from lightning_memo.callbacks.lightning_run import log_pictures, logs_now
 from lightning_memo.callbacks.monitor import memory_peaks
-from lightning_memo.reports.memory_use import memory_table
 from lightning_memo.reports.plan_tables import plan_tables
+from lightning_memo.reports.result_tables import memory_table
 from lightning_memo.reports.run_page import NAME, RunReport
 from lightning_memo.utils.units import format_bytes, format_seconds
 
@@ -68,7 +68,7 @@ class WriteReport(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step = trainer.global_step
-        if step != self._seen and step % max(trainer.log_every_n_steps, 1) == 0:
+        if step != self._seen and logs_now(trainer):
             self._note(trainer, set(trainer.callback_metrics) - self._evaluated)
         self._seen = step
 
@@ -90,7 +90,7 @@ class WriteReport(Callback):
         files = {title: folder / name for title, name in _PICTURES.items()}
         report = RunReport(
             title=f"{type(pl_module).__name__}, {_weights(pl_module)} parameters, {trainer.global_step:,} steps",
-            facts=self._facts(trainer, pl_module.device),
+            facts=self._facts(trainer, trainer.strategy.root_device),  # the module may have left it
             tables=_tables(trainer),
             curves=self._curves(),
             pictures=_absent(trainer) | {title: path for title, path in files.items() if path.is_file()},

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_memo.profiler.memory_meter import PeakMeter
-from lightning_memo.reports.comparison_table import Measurement
+from lightning_memo.reports.result_tables import Measurement
 
 METERED_STEP = 2
 """Index of the step whose memory is measured. Step 0 may be profiled; step 1 allocates buffers and optimizer state."""
@@ -85,7 +85,8 @@ class StepStats(Callback):
     ) -> None:
         _wait(pl_module.device)
         self._step_seconds += time.perf_counter() - self._batch_start
-        self._step_tokens += pl_module.batch_tokens
+        tokens: Any = pl_module.batch_tokens
+        self._step_tokens += tokens
         self._losses.append(trainer.callback_metrics["train_loss"].detach().clone())  # the mean over all processes
         if trainer.global_step > self._global_step:
             self._end_step(trainer.global_step)

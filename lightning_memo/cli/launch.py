@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
-import pickle
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any
 
-from lightning_memo.utils.process_rank import is_rank_zero
-
-T = TypeVar("T")
+from lightning_memo.utils.process import is_rank_zero
+from lightning_memo.utils.user_errors import one_line
 
 _DELAY_SECONDS = 15.0  # a busy machine takes some seconds to end a process
 _GRACE_SECONDS = 2.0
@@ -61,40 +60,46 @@ def arguments_of_process(arguments: Sequence[str]) -> list[str]:
     return [*arguments, *(f"{name}={value}" for name, value in quiet.items() if name not in given)]
 
 
-def computed_on_rank_zero(compute: Callable[[], T]) -> T:
+def computed_on_rank_zero(compute: Callable[[], Any]) -> Any:
     """Returns the result of rank zero in every process that torchrun or srun has started.
 
     Nodes may see different states of a shared file system for a minute, and training hangs if only some processes
     resume. If Lightning starts the other processes, all of them run on one node and each computes the result itself.
 
+    The result travels as JSON through the store of the rendezvous, to which every host of the network can write.
+
     Args:
-        compute: Called in rank zero. Its result, or the exception that it raises, must be picklable.
+        compute: Called in rank zero. Its result consists of the types of JSON, with lists instead of tuples.
 
     Raises:
-        Exception: The exception that `compute` raised in rank zero.
+        Exception: In rank zero, the exception that `compute` raised.
+        ValueError: In the other processes, the message of this exception.
     """
     if (started_processes() or 1) == 1 or _environment() is None:
         return compute()
     store = _rendezvous_store()
-    if is_rank_zero():
-        result = _result_or_error(compute)
-        store.set(_RESULT_KEY, pickle.dumps(result))
-    else:
-        result = pickle.loads(store.get(_RESULT_KEY))
-    if store.add(_READERS_KEY, 1) == started_processes():  # torchrun may keep the store when it restarts the processes
+    if not is_rank_zero():
+        sent = json.loads(store.get(_RESULT_KEY))
+        _count_reader(store)
+        if "error" in sent:
+            raise ValueError(sent["error"])
+        return sent["result"]
+    try:
+        result = compute()
+    except Exception as error:
+        store.set(_RESULT_KEY, json.dumps({"error": one_line(str(error)) or type(error).__name__}))
+        _count_reader(store)
+        raise
+    store.set(_RESULT_KEY, json.dumps({"result": result}))
+    _count_reader(store)
+    return result
+
+
+def _count_reader(store: Any) -> None:
+    """Deletes the result after the last process has it: torchrun may keep the store when it restarts the processes."""
+    if store.add(_READERS_KEY, 1) == started_processes():
         store.delete_key(_RESULT_KEY)
         store.delete_key(_READERS_KEY)
-    value, error = result
-    if error is not None:
-        raise error
-    return cast(T, value)
-
-
-def _result_or_error(compute: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    try:
-        return compute(), None
-    except Exception as error:
-        return None, error
 
 
 def _environment() -> Any:

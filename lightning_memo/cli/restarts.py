@@ -58,7 +58,7 @@ class Launch:
 def register_run_folder() -> None:
     """Registers ``${run_folder:RUNS,NEW}``: the folder in RUNS that this launch resumes, otherwise RUNS/NEW.
 
-    A run that no launcher started gets a folder of its own: RUNS/NEW-2 if another one began in the same second.
+    A new run gets a folder of its own: RUNS/NEW-2 if another one began in the same second.
     """
     OmegaConf.register_new_resolver("run_folder", _run_folder, replace=True)
 
@@ -70,14 +70,23 @@ def _run_folder(runs: str, new: str, *, _root_: Any) -> str:
         for path in newest_first:
             if launch.resumes_in(path.parent):
                 return str(path.parent)
-        return str(Path(runs, new))
-    return _unused_folder(runs, new)
+    return _new_folder(runs, new)
 
 
-@functools.cache  # the folder exists when Hydra asks again
-def _unused_folder(runs: str, new: str) -> str:
-    names = itertools.chain([new], (f"{new}-{number}" for number in itertools.count(2)))
-    return str(next(path for path in (Path(runs, name) for name in names) if not path.exists()))
+@functools.cache  # Hydra asks several times
+def _new_folder(runs: str, new: str) -> str:
+    """Creates RUNS/NEW, or the first of RUNS/NEW-2, RUNS/NEW-3, ... that no other run has created."""
+    for name in itertools.chain([new], (f"{new}-{number}" for number in itertools.count(2))):
+        try:
+            Path(runs).mkdir(parents=True, exist_ok=True)
+            Path(runs, name).mkdir()
+        except FileExistsError:
+            if Path(runs).is_dir():
+                continue
+        except OSError:
+            pass  # OmegaConf would hide the error, which Hydra reports when it needs the folder
+        return str(Path(runs, name))
+    raise AssertionError("the names have no end")
 
 
 def _torchrun() -> str | None:

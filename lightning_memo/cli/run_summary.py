@@ -1,10 +1,12 @@
-"""Summary of a training run: a small JSON file, which the report of a sweep reads."""
+"""Settings and results of a training run: a small JSON file, which the report of a sweep reads."""
+
+from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from lightning_memo.utils.files import replacing
 
@@ -50,10 +52,35 @@ class RunSummary:
             path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
-    def load(cls, folder: Path) -> "RunSummary":
+    def load(cls, folder: Path) -> RunSummary:
         """Reads what :meth:`save` wrote.
 
         Raises:
             OSError: The folder contains no summary.
         """
         return cls(**json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8")))
+
+
+class Job(Protocol):
+    """A finished job of a sweep."""
+
+    @property
+    def overrides(self) -> Sequence[str]:
+        """Overrides of the command line, as ``name=value``."""
+
+
+def differing_settings(jobs: Sequence[Job]) -> list[str]:
+    """Returns the names of the settings that differ between the jobs."""
+    settings = [_settings(job) for job in jobs]
+    names = dict.fromkeys(name for job in settings for name in job)
+    return [name for name in names if len({job.get(name) for job in settings}) > 1]
+
+
+def setting_values(job: Job, names: Sequence[str]) -> list[str]:
+    """Returns the values of the named settings as written on the command line, or "-" for those that are not given."""
+    settings = _settings(job)
+    return [settings.get(name, "-") for name in names]
+
+
+def _settings(job: Job) -> dict[str, str]:
+    return dict(override.split("=", 1) for override in job.overrides)

@@ -12,15 +12,21 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_memo.data.corpus import entropy
-from lightning_memo.data.document_files import find_files, read_documents
-from lightning_memo.data.document_stream import DocumentReader, DocumentStream
+from lightning_memo.data.document_files import (
+    DocumentReader,
+    DocumentStream,
+    find_files,
+    read_documents,
+    readable,
+    where_unreadable,
+)
 from lightning_memo.data.packing import Numbers, PackedRows, PaddedRows
 from lightning_memo.data.resumable_loader import ResumableLoader
 from lightning_memo.data.row_stream import Document, RowStream, StreamLoader, read_block
 from lightning_memo.data.sequence_module import Loaded, SequenceDataModule
+from lightning_memo.data.text_module import entropy
 from lightning_memo.data.tokenizer import Tokenizer, load_tokenizer
-from lightning_memo.parallel.batches.separate_documents import find_mixed_documents
+from lightning_memo.parallel.batches.positions import find_mixed_documents
 from lightning_memo.utils.units import read_fraction, read_whole_number
 
 log = logging.getLogger(__name__)
@@ -185,17 +191,19 @@ class DocumentsDataModule(SequenceDataModule):
         records = read_documents(self._path, self._suffix, self._field)
         from datasets import Features, List, Value
 
-        documents = records.map(
-            _Tokenize(tokenizer),
-            batched=True,
-            batch_size=_AT_ONCE,
-            writer_batch_size=_AT_ONCE,
-            input_columns=[self._field],
-            remove_columns=records.column_names,
-            features=Features({"ids": List(Value("int32")), "tokens": Value("int64")}),
-            num_proc=self.num_workers or None,
-            desc="tokenize",
-        )
+        kind, files = find_files(self._path, self._suffix)
+        with readable(lambda: where_unreadable(self._path, files, self._field), kind):  # texts are decoded only here
+            documents = records.map(
+                _Tokenize(tokenizer),
+                batched=True,
+                batch_size=_AT_ONCE,
+                writer_batch_size=_AT_ONCE,
+                input_columns=[self._field],
+                remove_columns=records.column_names,
+                features=Features({"ids": List(Value("int32")), "tokens": Value("int64")}),
+                num_proc=self.num_workers or None,
+                desc="tokenize",
+            )
         empty = len(records) - len(documents)
         if len(documents) < 2:
             raise ValueError(

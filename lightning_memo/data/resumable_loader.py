@@ -1,5 +1,7 @@
 """Data loader whose batch order depends only on seed and epoch, and which resumes from a checkpoint."""
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,9 +13,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from typing_extensions import override
 
-from lightning_memo.data.balanced_order import balanced_order
+from lightning_memo.data.loader_workers import end_with_parent
 from lightning_memo.data.tokenizer import Tokens
-from lightning_memo.utils.parent_process import exit_with_parent
+
+_WINDOW = 64  # batches whose rows are exchanged: larger ones are more even, and less random
 
 
 class SequenceDataset(Dataset[dict[str, Tensor]]):
@@ -91,18 +94,6 @@ class EpochSampler(DistributedSampler[int]):
             order = balanced_order(self.costs, self._batch_size, random)
         part = order[self.rank : self.total_size : self.num_replicas]
         return iter(part[self.start :].tolist())
-
-
-def end_with_parent(worker: int) -> None:
-    """Makes a loader's worker exit when the loading process ends for any reason; a `worker_init_fn`.
-
-    PyTorch's workers check for their parent every five seconds, between batches. A worker whose batch is never taken
-    does not reach that check, and the parent of a worker started by a fork server is the fork server.
-
-    Args:
-        worker: Number of the worker.
-    """
-    exit_with_parent()
 
 
 class ResumableLoader(DataLoader[dict[str, Tensor]]):
@@ -186,6 +177,27 @@ class ResumableLoader(DataLoader[dict[str, Tensor]]):
         batch_size = self.batch_size * self._order.num_replicas
         sizes = {"sequences": self._order.length, "batch_size": batch_size}
         return {**sizes, "seed": self._order.seed, "balance": self._order.costs is not None}
+
+
+def balanced_order(costs: npt.NDArray[Any], batch_size: int, random: np.random.Generator) -> npt.NDArray[np.int64]:
+    """Returns a random order of rows, in which the rows of a batch cost about the same.
+
+    Rows are shuffled and divided into windows. In each window, rows of neighbouring costs make up a batch, and the
+    batches are shuffled. So the slowest process of a step waits for no other, and steps of all costs alternate.
+
+    Args:
+        costs: Cost of each row.
+        batch_size: Number of rows in a batch of all processes. An incomplete last batch is at the end.
+        random: Source of the order.
+    """
+    shuffled = random.permutation(len(costs))
+    whole = len(costs) // batch_size * batch_size
+    parts = []
+    for start in range(0, whole, _WINDOW * batch_size):
+        window = shuffled[start : min(start + _WINDOW * batch_size, whole)]
+        by_cost = window[np.argsort(costs[window], kind="stable")]
+        parts.append(random.permutation(by_cost.reshape(-1, batch_size)).ravel())
+    return np.concatenate([*parts, shuffled[whole:]])
 
 
 def _settings(values: dict[str, Any]) -> str:

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from typing_extensions import override
 
-from lightning_memo.data.balanced_order import balanced_order
-from lightning_memo.data.document_stream import DocumentReader, DocumentStream, Place
+from lightning_memo.data.document_files import DocumentReader, DocumentStream, Place
+from lightning_memo.data.loader_workers import end_with_parent
 from lightning_memo.data.packing import LEAST_TOKENS, DocumentRows
-from lightning_memo.data.resumable_loader import end_with_parent
+from lightning_memo.data.resumable_loader import balanced_order
 from lightning_memo.data.tokenizer import Tokenizer, Tokens
-from lightning_memo.parallel.run_on_ranks import gather
+from lightning_memo.parallel.ranks import gather
 
 Batch = dict[str, Tensor]
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_memo.data.resumable_loader import ResumableLoader, SequenceDataset, end_with_parent
+from lightning_memo.data.loader_workers import end_with_parent
+from lightning_memo.data.resumable_loader import ResumableLoader, SequenceDataset
 from lightning_memo.data.row_stream import RowStream, StreamLoader
 from lightning_memo.data.tokenizer import refuse_bytes
 from lightning_memo.utils.units import read_length, read_whole_number
@@ -27,7 +28,7 @@ class Loaded:
     val: SequenceDataset
     vocab_size: int
     unigram_entropy: float
-    """Entropy of the training tokens in nats per token; see `lightning_memo.data.corpus.unigram_entropy`."""
+    """Entropy of the training tokens in nats per token; see `lightning_memo.data.text_module.unigram_entropy`."""
 
 
 class SequenceDataModule(LightningDataModule):

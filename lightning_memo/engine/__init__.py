@@ -1,9 +1,8 @@
 """The token-wise engine: runs layers slice by slice, and swaps or recomputes their activations. Needs no Lightning."""
 
-from lightning_memo.engine.copies.test_mode import TestMode
+from lightning_memo.engine.copy_streams import TestMode
 from lightning_memo.engine.engine import Engine
 from lightning_memo.engine.layers.token_sharing import TokenSharing
-from lightning_memo.engine.memory.checksums import RestoredError
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
 
-__all__ = ["Engine", "RequestedSettings", "RestoredError", "TestMode", "TokenSharing"]
+__all__ = ["Engine", "RequestedSettings", "TestMode", "TokenSharing"]

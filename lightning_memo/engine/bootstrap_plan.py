@@ -15,7 +15,7 @@ from lightning_memo.engine.attention.attention_selector import AttentionSelector
 from lightning_memo.engine.modules.layer_classes import LayerClasses
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
-from lightning_memo.planner.alpha.host_backed_sizes import host_backed_sizes
+from lightning_memo.planner.host_backed_sizes import host_backed_sizes
 from lightning_memo.planner.token_slices import SavedBytes, TokenRange, slot_bytes
 
 

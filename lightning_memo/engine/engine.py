@@ -4,44 +4,48 @@ from __future__ import annotations
 
 import functools
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_memo.artifacts.swap_plan import HostBacked, SwapPlan
 from lightning_memo.engine.attention.attention_selector import AttentionSelector
 from lightning_memo.engine.attention.hugging_face import attach_attention
 from lightning_memo.engine.attention.streamed_attention import StreamedAttention, StreamedUlysses
 from lightning_memo.engine.bootstrap_plan import bootstrap_plan
-from lightning_memo.engine.copies.timeline_recorder import Subject, TimelineRecorder
 from lightning_memo.engine.forward.as_written import run_as_written
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.forward.refuse_checkpointing import refuse_layer_in_backward
+from lightning_memo.engine.forward.refuse_checkpointing import refuse_checkpoint_around
 from lightning_memo.engine.layers.argument_containers import Run, dicts_apart, taken_apart
 from lightning_memo.engine.layers.call_meter import CallPosition
 from lightning_memo.engine.layers.call_storage import StoragePolicy
-from lightning_memo.engine.layers.check_token_layout import check_bounds, divided_by_slices
 from lightning_memo.engine.layers.layer_run import run_of_call
 from lightning_memo.engine.layers.pending_calls import MicroBatches, PendingCalls
-from lightning_memo.engine.layers.plan_limits import PlanLimits
-from lightning_memo.engine.layers.planned_slices import planned_slices
 from lightning_memo.engine.layers.step_profile import StepProfile
-from lightning_memo.engine.layers.token_sharing import SequenceCutter, TokenSharing
+from lightning_memo.engine.layers.token_sharing import SequenceCutter, TokenSharing, check_bounds, divided_by_slices
 from lightning_memo.engine.layers.whole_layers import run_whole
+from lightning_memo.engine.loaded_plan import (
+    PlanLimits,
+    allocate_slots,
+    open_reader,
+    planned_slices,
+    runs_whole,
+    why_made_for_others,
+)
 from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.lazy_tensor import LazyTensor, real
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.modules.disable_compile import rest_compiled
+from lightning_memo.engine.modules.embeddings import attach_lazy_inputs, attach_rotary
 from lightning_memo.engine.modules.layer_classes import LayerClasses
-from lightning_memo.engine.modules.layer_forward import needs_grad, replace_forward
+from lightning_memo.engine.modules.layer_forward import needs_grad, replace_forward, why_reads_cache
 from lightning_memo.engine.modules.layer_probe import LayerTraits
-from lightning_memo.engine.modules.lazy_inputs import attach_lazy_inputs
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
-from lightning_memo.engine.modules.rotary_tables import attach_rotary
 from lightning_memo.engine.modules.slice_comparison import SliceComparison
 from lightning_memo.engine.saved_tensors.offload_group import OffloadGroups
 from lightning_memo.engine.saved_tensors.parked_arguments import parkable
@@ -50,8 +54,10 @@ from lightning_memo.engine.sliced_model.sliced_layer_calls import find_causal_lm
 from lightning_memo.engine.sliced_model.sliced_model import SlicedModel
 from lightning_memo.engine.slices.run_schedule import run_schedule
 from lightning_memo.engine.slices.slice_schedules import run_without_backward
-from lightning_memo.engine.slot_allocation import allocate_slots, open_reader, why_made_for_others
+from lightning_memo.engine.timeline_recorder import Subject, TimelineRecorder
 from lightning_memo.planner.token_slices import SavedBytes, TokenRange
+from lightning_memo.utils.around_forward import has_user_hooks, leave_own_contexts, saves_on_cpu, why_without_hooks
+from lightning_memo.utils.class_names import class_name
 
 _LAYER_CLASSES = 4
 
@@ -81,6 +87,8 @@ class Engine:
         on_mark: Callback for events of layer calls: receives the call number and a name such as "forward_begin".
         before_layer: Callback before each forward and backward of a layer. It may raise an exception to end the step.
         before_profile: Callback before a step that is going to be profiled.
+        ran_plainly: Whether layers ran as in plain training since this was set to `False`, because a batch was empty or
+            too short, hooks of saved tensors were off or a user's, or a key-value cache was filled.
         resting: Names of what is compiled with `torch.compile` and runs uncompiled while the engine is attached.
     """
 
@@ -115,10 +123,12 @@ class Engine:
         self.micro_batches = MicroBatches(self.calls, self.offload_groups)
         self.sequence: SequenceRun | None = None
         self.parked: list[SavedBytes] = []  # arguments of the first slice that wait on the host
+        self.ran_plainly = False
         self.resting: list[str] = []
         self._model = model
         self._reader: BlockReader | None = None
         self._undo: list[Callable[[], None]] = []
+        self._warned: set[str] = set()
 
     # ---- life
 
@@ -137,6 +147,7 @@ class Engine:
 
     def detach(self) -> None:
         """Restore the model, and release all memory."""
+        leave_own_contexts()
         while self._undo:
             self._undo.pop()()
         self.unload()
@@ -223,35 +234,82 @@ class Engine:
     def slices_for(self, traits: LayerTraits, tokens: int, key: int = 0) -> tuple[TokenRange, ...]:
         """Return how the plan cuts a call's input. A layer that cannot be cut is swapped or recomputed as a whole."""
         assert self.swap is not None
-        why_whole = traits.why_whole or self.layer_classes.agreed.why_whole
-        return planned_slices(self.swap, self.cutter, key, tokens, why_whole, traits.why_nest)
+        return planned_slices(self.swap, self.cutter, key, tokens, self._runs_whole(self.swap, traits))
+
+    def _runs_whole(self, swap: SwapPlan, traits: LayerTraits) -> bool:
+        return runs_whole(swap, traits.why_whole or self.layer_classes.agreed.why_whole, traits.why_nest)
 
     # ---- one layer call
 
     def _run(self, run: Run, layer: nn.Module, forward: Run, *args: Any, **kwargs: Any) -> Any:
         if self.before_layer is not None:
             self.before_layer()
+        if args and isinstance(args[0], Tensor) and args[0].dim() < 2 and not self.settings.divided:
+            return forward(*args, **kwargs)  # a vector: there are no tokens to cut or to count
         plain = self.swap is not None and self.swap.mode == "plain" and args and isinstance(args[0], Tensor)
         if plain and not (self.settings.divided or self.settings.states_on_host or self.profiles(*args[0].shape[:2])):
             return forward(*args, **kwargs)  # short steps feel every microsecond
         return run(layer, forward, *args, **kwargs)
 
     def _run_call(self, layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        refuse_layer_in_backward(layer)
+        trained = needs_grad(layer, (args, kwargs))
+        if trained:
+            refuse_checkpoint_around(layer)
         # A slice of the model needs the keys and values of earlier ones in layers without gradients, too.
-        if not torch.is_grad_enabled() or not (self.sequence or needs_grad(layer, (args, kwargs))):
+        if not torch.is_grad_enabled() or not (self.sequence or trained):
             return self._run_plainly(layer, forward, args, kwargs)
+        if why := self._why_plainly(layer, args, kwargs):
+            return self._run_unmanaged(layer, forward, args, kwargs, why)
         if self.calls.interrupted:
             self.reset()
         (x, call), key = self.sharing.read_call(layer, forward, args, kwargs), self.calls.next_key
+        if self.settings.too_short(call.batch, (self.sequence or call).tokens):  # a slice may have a single token
+            self.ran_plainly = True
+            return self._run_plainly(layer, forward, args, kwargs)
         if key == 0 and self.profiles(call.batch, (self.sequence or call).tokens):
             self._start_profile(call, x)
         assert self.swap is not None
         if self.swap.mode == "plain":
             return self._run_plainly(layer, forward, args, kwargs)
+        if saves_on_cpu():
+            self._warn(
+                f"save_on_cpu around {call.name} gets nothing of what its layers save, which is swapped or recomputed"
+            )
         if self.sequence is not None:
             return run_slice(self, self.sequence, call, x.contiguous(), key)
         return self._run_slices(call, x if self.swap.streamed else real(x), key, self.swap)
+
+    def _why_plainly(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> str:
+        """Return why a layer can be neither swapped nor recomputed in this call; empty if it can."""
+        if why := why_without_hooks():
+            return f"hooks of saved tensors are off: {why}"
+        if has_user_hooks():
+            return "saved_tensors_hooks are set around it, and would miss what is swapped or recomputed"
+        alone = not (self.settings.divided or self.settings.states_on_host or self.sequence)
+        return why_reads_cache(layer, args, kwargs) if alone else ""
+
+    def _warn(self, message: str) -> None:
+        """Warn of something once."""
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(f"lightning_memo: {message}.", stacklevel=4)
+
+    def _run_unmanaged(
+        self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], why: str
+    ) -> Any:
+        """Run a layer that is trained as in plain training, with a warning.
+
+        Raises:
+            ValueError: Only slices of the tokens are there.
+        """
+        if self.sequence or divided_by_slices(self.sharing.current_layout.layout):
+            raise ValueError(
+                f"{class_name(layer)} runs on one slice of the tokens after the other, and cannot run as in plain "
+                f'training, but {why}: use schedule="layer" without context_parallel_size, or change this'
+            )
+        self._warn(f"{class_name(layer)} runs as in plain training, because {why}")
+        self.ran_plainly = True
+        return self._run_plainly(layer, forward, *tree_map_only(LazyTensor, real, (args, kwargs)))
 
     def _run_plainly(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a layer as it is; its attention may need the tokens of other processes or of earlier slices."""
@@ -284,7 +342,7 @@ class Engine:
         if (traits := self.sharing.agreed(traits, x.device)) is not own:
             slices = self.slices_for(traits, tokens, key)
         self.settings.check(traits, tokens, divided_by_slices(call.layout))
-        if swap.storage is not None and slices[0].places is None:
+        if swap.storage is not None and self._runs_whole(swap, traits):
             self.limits.exceed()  # slots and rounding buffers were planned for slices
         self.mark(key, "forward_begin", Subject(key))
         check_bounds(call.layout, slices)
@@ -295,7 +353,7 @@ class Engine:
         if self.profile is not None:
             self.profile.resize(key, call.batch, call.tokens, slices[0].tokens)
             self.profile.handed(key, traits.saved)
-        self.calls.add(run)
+        self.calls.add(key, run)
         return run_schedule(run, x, given, not run.whole and "nest" in (self.settings.schedule, traits.schedule))
 
     def _start_profile(self, call: LayerCall, x: Tensor) -> None:
@@ -324,16 +382,15 @@ class Engine:
         self.profile = StepProfile(self.device, call.batch, tokens, slices[0].tokens, self.settings.storage != "alpha")
         self.profile.setup_seconds = time.perf_counter() - started
 
-    def streamed_attention(self, slices: Sequence[TokenRange], layer: int) -> StreamedAttention | StreamedUlysses:
+    def streamed_attention(self, slices: Sequence[TokenRange]) -> StreamedAttention | StreamedUlysses:
         """Return the attention core of a layer whose earlier keys and values come from the host.
 
         Args:
             slices: The slices of this process's tokens.
-            layer: Position of the layer.
         """
         assert self._reader is not None and self.swap is not None
         host = self.memory if self.swap.host_backed == "all" else None
-        return self.attention.streamed(slices, self._reader, host, layer)
+        return self.attention.streamed(slices, self._reader, host)
 
     def mark(self, key: int, name: str, subject: Subject) -> None:
         """Report an event of a layer call.

@@ -3,14 +3,12 @@
 Imports neither torch nor Lightning. Plans come from the same planner as in training.
 """
 
-from lightning_memo.estimate.inputs.cluster import Cluster
-from lightning_memo.estimate.inputs.constants import Constants, constants_of, read_constants
-from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.inputs.presets import load_cluster, load_model
-from lightning_memo.estimate.memory.slice_settings import Slices
+from lightning_memo.estimate.cluster import Cluster, Constants, constants_of, read_constants
 from lightning_memo.estimate.parallelism_search import Alternative, Ranking, longest, longest_with, search
-from lightning_memo.estimate.request.estimate_request import Estimate, Question
-from lightning_memo.estimate.step.step_estimate import estimate
+from lightning_memo.estimate.presets import load_cluster, load_model
+from lightning_memo.estimate.request import Estimate, EstimateRequest, Parallelism
+from lightning_memo.estimate.slice_settings import Slices
+from lightning_memo.estimate.step_estimate import estimate
 from lightning_memo.shapes.hf_config import load_shape
 from lightning_memo.shapes.model_shape import ModelShape
 
@@ -19,9 +17,9 @@ __all__ = [
     "Cluster",
     "Constants",
     "Estimate",
+    "EstimateRequest",
     "ModelShape",
     "Parallelism",
-    "Question",
     "Ranking",
     "Slices",
     "constants_of",

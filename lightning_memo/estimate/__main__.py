@@ -7,7 +7,7 @@ if __name__ == "__main__":
 
     prepare_process()  # before the imports that take seconds
     if sys.argv[1:2] == ["calibrate"]:
-        from lightning_memo.estimate.calibration.calibrate import main
+        from lightning_memo.estimate.calibrate import main
 
         del sys.argv[1]
     else:

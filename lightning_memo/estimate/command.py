@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Final, Literal, get_args
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -15,6 +16,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from lightning_memo.artifacts.slot_layouts import SwapPrecision
 from lightning_memo.cli.hydra_command import (
     command_error_message,
     config_dir,
@@ -22,45 +24,237 @@ from lightning_memo.cli.hydra_command import (
     plain_settings,
     run_command,
 )
-from lightning_memo.estimate.estimate_tables import print_answer
-from lightning_memo.estimate.parallelism_search import Ranking, Report, longest, longest_with, search
-from lightning_memo.estimate.request.command_settings import CommandRequest, read_settings
-from lightning_memo.estimate.request.estimate_request import Question
-from lightning_memo.estimate.step.planner_inputs import device_budget
-from lightning_memo.estimate.sweep.job_estimates import JobEstimate
+from lightning_memo.estimate.cluster import MAX_DEVICES, Constants, constants_of, read_constants
+from lightning_memo.estimate.parallelism_search import (
+    Ranking,
+    Report,
+    Sizes,
+    longest,
+    longest_with,
+    nearest_counts,
+    search,
+)
+from lightning_memo.estimate.planner_inputs import device_budget
+from lightning_memo.estimate.precision_bytes import Precision
+from lightning_memo.estimate.presets import cluster_of, model_of
+from lightning_memo.estimate.request import EstimateRequest, Schedule, ZeroCommunication, check_request
+from lightning_memo.estimate.slice_settings import Slices
+from lightning_memo.estimate.sweep import JobEstimate
+from lightning_memo.estimate.tables import print_answer
 from lightning_memo.estimate.what_would_fit import changes_that_fit
+from lightning_memo.utils.units import parse_bytes, read_length
+
+HostBackedSetting = Literal["auto", "attention", "all"]
+ScheduleSetting = Literal["auto", "layer", "slice"]
+_MAX_COUNT: Final = 2**20
+_SCHEDULE: Final = "pipeline_schedule"
+SIZES: Final = ("tp", "cp", "dp", "pp", "zero_stage", "expert_parallel_size", "virtual_pipeline_size", _SCHEDULE)
+"""Names of the settings in `parallel`."""
+
+Output = Literal["table", "json"]
 
 
-def answer(request: CommandRequest, progress: bool = True, changes: bool = True) -> tuple[Question, Ranking]:
-    """Finds the best parallelism, and the longest sequence if the request asks for it.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommandSettings:
+    """A training to estimate, and the form of the answer."""
+
+    request: EstimateRequest
+    """Its sequence length has no meaning if `longest` is set."""
+
+    forced: Sizes
+    """The settings in `parallel` that are given."""
+
+    longest: bool
+    multiple_of: int
+    output: Output
+    alternatives: int
+
+
+def read_settings(settings: Mapping[str, Any], model: str) -> CommandSettings:
+    """Read the settings of `conf/estimate.yaml`.
 
     Args:
-        request: Settings of the command.
+        settings: Settings as plain data.
+        model: Name for a model without a path.
+
+    Raises:
+        ValueError: A setting is not allowed, or a file cannot be read. The message is one line with the given value,
+            the allowed values and what to do.
+    """
+    cluster = cluster_of(settings["cluster"])
+    gpus = read_count("gpus", settings["gpus"])
+    if gpus not in cluster.device_counts:
+        raise ValueError(
+            f"gpus={gpus}: give 1 to {MAX_DEVICES}, or whole nodes of {cluster.devices_per_node} if more than one "
+            f"node is needed, such as {' or '.join(map(str, nearest_counts(cluster.device_counts, gpus)))}"
+        )
+    longest = settings["seq_len"] == "max"
+    multiple_of = read_length("multiple_of", settings["multiple_of"])
+    constants = settings["constants"]
+    request = EstimateRequest(
+        shape=model_of(settings["model"], model),
+        cluster=cluster,
+        constants=constants_of(cluster.name) if constants is None else _constants(str(constants), cluster.name),
+        method=settings["method"],
+        gpus=gpus,
+        seq_len=multiple_of if longest else read_length("seq_len", settings["seq_len"], ", or max"),
+        batch_size=read_count("batch_size", settings["batch_size"]),
+        alpha=_alpha(settings["alpha"], settings["method"]),
+        precision=_choice("precision", settings["precision"], get_args(Precision)),
+        zero_shard_size=_shard_size(settings["zero_shard_size"]),
+        zero_communication=_choice("zero_communication", settings["zero_communication"], get_args(ZeroCommunication)),
+        swap_precision=_choice("swap_precision", settings["swap_precision"], get_args(SwapPrecision)),
+        slices=_slices(settings),
+        spill_bytes=_spill_bytes(settings["spill_memory"]),
+    )
+    check_request(request)
+    return CommandSettings(
+        request=request,
+        forced=_forced(settings["parallel"]),
+        longest=longest,
+        multiple_of=multiple_of,
+        output=_choice("output", settings["output"], get_args(Output)),
+        alternatives=read_count("alternatives", settings["alternatives"], least=0),
+    )
+
+
+def _constants(path: str, cluster: str) -> Constants:
+    try:
+        constants = read_constants(Path(path))
+    except OSError as error:
+        raise ValueError(f"constants={path}: {error.strerror or error}; give a file written by calibrate") from None
+    if constants.cluster not in ("", cluster):
+        raise ValueError(
+            f"constants={path}: calibrated for cluster={constants.cluster}, not for cluster={cluster}: give "
+            f"cluster={constants.cluster}, or calibrate with cluster={cluster}"
+        )
+    return constants
+
+
+def read_count(name: str, value: Any, least: int = 1) -> int:
+    """Check a setting that must be an integer, and return it.
+
+    Raises:
+        ValueError: The value is not an integer, or out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r}: give an integer of at least {least}")
+    if value > _MAX_COUNT:
+        raise ValueError(f"{name}={value!r}: give an integer of at most {_MAX_COUNT}")
+    return value
+
+
+def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> Any:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r}: give {', '.join(allowed)}")
+    return value
+
+
+def _alpha(value: Any, method: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ValueError(
+            f"alpha={value!r}: give a fraction of the tokens from 0 to 1, or null to let the planner choose"
+        )
+    if method != "memo":
+        raise ValueError(f"alpha={value:g}: method={method} does not choose alpha; leave it out, or give method=memo")
+    return float(value)
+
+
+def _shard_size(value: Any) -> int | None:
+    return None if value is None else read_count("zero_shard_size", value, least=2)
+
+
+def _spill_bytes(value: Any) -> int:
+    if value is None:
+        return 0
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise ValueError(f"spill_memory: {error}") from None
+
+
+def _slices(settings: Mapping[str, Any]) -> Slices | None:
+    """Reads the settings for slices, whose names and rules are those of `MemoStrategy`."""
+    if settings["host_backed"] == "none":
+        raise ValueError(
+            "host_backed=none: the first step does not run in slices without keys and values on the "
+            "host, so slices save "
+            "no memory; leave slice_tokens and host_backed out, or give host_backed=attention or all"
+        )
+    backed = _choice("host_backed", settings["host_backed"], get_args(HostBackedSetting))
+    schedule = _choice("schedule", settings["schedule"], get_args(ScheduleSetting))
+    if settings["slice_tokens"] == "auto":
+        if backed != "auto" or schedule == "slice":
+            raise ValueError(
+                f"host_backed={backed} schedule={schedule}: needs slices; give slice_tokens as well, for example "
+                "slice_tokens=64K"
+            )
+        return None
+    if settings["method"] != "memo":
+        raise ValueError(
+            f"slice_tokens={settings['slice_tokens']}: method={settings['method']} does not run in slices; leave "
+            "slice_tokens out, or give method=memo"
+        )
+    tokens = read_length("slice_tokens", settings["slice_tokens"], ", or auto")
+    if schedule == "slice":
+        if backed == "attention":
+            raise ValueError(
+                "schedule=slice contradicts host_backed=attention: it keeps everything "
+                "but one slice on the host; give host_backed=all, or leave it out"
+            )
+        return Slices(tokens=tokens, host_backed="all", schedule="slice")
+    return Slices(tokens=tokens, host_backed="attention" if backed == "auto" else backed)
+
+
+def _forced(settings: Any) -> dict[str, Any]:
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"parallel={str(settings)[:40]}: give the sizes one by one, for example parallel.tp=4")
+    for name in settings:
+        if name not in SIZES:
+            raise ValueError(f"parallel.{str(name)[:40]} is not a setting: give {', '.join(SIZES)}")
+    forced = {name: value for name, value in settings.items() if value is not None}
+    for name, value in forced.items():
+        if name == _SCHEDULE:
+            _choice(f"parallel.{name}", value, get_args(Schedule))
+            continue
+        read_count(f"parallel.{name}", value, least=0 if name == "zero_stage" else 1)
+    if forced.get("zero_stage", 0) > 3:
+        raise ValueError(f"parallel.zero_stage={forced['zero_stage']}: give 0 to 3, or null for the fastest")
+    return forced
+
+
+def answer(command: CommandSettings, progress: bool = True, changes: bool = True) -> tuple[EstimateRequest, Ranking]:
+    """Finds the best parallelism, and the longest sequence if the settings ask for it.
+
+    Args:
+        command: Settings of the command.
         progress: Whether to show a progress bar on stderr.
         changes: Whether to search for changes that fit if the training does not, which takes seconds.
 
     Returns:
-        The question with its sequence length, and the ranking. The limits of the best estimate also state the longest
+        The training with its sequence length, and the ranking. The limits of the best estimate also state the longest
         sequence that fits with its parallelism.
 
     Raises:
         ValueError: No parallelism is possible.
     """
-    question = request.question
-    if request.longest:
+    request = command.request
+    if command.longest:
         with _progress("longest sequence", progress) as report:
-            tokens = longest(question, request.forced, request.multiple_of, report)
+            tokens = longest(request, command.forced, command.multiple_of, report)
         # If nothing fits, the answer is the reason for the shortest length that all sizes divide.
-        question = replace(question, seq_len=tokens or request.multiple_of * question.gpus)
+        request = replace(request, seq_len=tokens or command.multiple_of * request.gpus)
     with _progress("parallelism", progress) as report:
-        ranking = search(question, request.forced, report)
-    fitting = longest_with(question, ranking.best.parallel, request.multiple_of)
+        ranking = search(request, command.forced, report)
+    fitting = longest_with(request, ranking.best.parallel, command.multiple_of)
     longest_fit = "No sequence length fits" if fitting is None else f"Sequences of up to {fitting:,} tokens fit"
     missing = changes and ranking.best.status != "ok"
-    helpful = changes_that_fit(question, request.forced) if missing else []
+    helpful = changes_that_fit(request, command.forced) if missing else []
     limits = [*ranking.best.limits, f"{longest_fit} with this parallelism.", *helpful]
     best = replace(ranking.best, limits=limits)
-    return question, replace(ranking, best=best)
+    return request, replace(ranking, best=best)
 
 
 @contextmanager
@@ -78,8 +272,8 @@ def run_estimate_job(cfg: DictConfig) -> JobEstimate:
     job = HydraConfig.get()
     sweep = job.mode is RunMode.MULTIRUN
     try:
-        request = read_settings(plain_settings(cfg), str(job.runtime.choices.get("model")))
-        question, ranking = answer(request, changes=not sweep)
+        command = read_settings(plain_settings(cfg), str(job.runtime.choices.get("model")))
+        request, ranking = answer(command, changes=not sweep)
     except Exception as error:
         message = command_error_message(error)
         if not sweep or message is None:
@@ -90,16 +284,16 @@ def run_estimate_job(cfg: DictConfig) -> JobEstimate:
         return failed
     done = JobEstimate(
         overrides=list(job.overrides.task),
-        longest=request.longest,
+        longest=command.longest,
         answer=ranking.best.to_dict(),
-        device_budget_bytes=device_budget(question, ranking.best.parallel).device_bytes,
+        device_budget_bytes=device_budget(request, ranking.best.parallel).device_bytes,
     )
     if sweep:
         done.save(Path(job.runtime.output_dir))
-    if request.output == "json":
+    if command.output == "json":
         print(json.dumps(done.answer))  # noqa: T201
     elif not sweep:
-        print_answer(question, ranking, request.alternatives)
+        print_answer(request, ranking, command.alternatives)
     return done
 
 

@@ -1,4 +1,4 @@
-"""Finds changes of the settings with which a training fits that does not fit as it was asked."""
+"""Finds changes of the settings, such as slices of tokens, with which a training fits that does not fit as asked."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Final
 
-from lightning_memo.estimate.memory.layer_buffers import has_known_buffers
-from lightning_memo.estimate.parallelism_search import search
-from lightning_memo.estimate.request.candidate_parallelisms import Sizes, candidate_parallelisms
-from lightning_memo.estimate.request.estimate_request import Estimate, Question
-from lightning_memo.estimate.request.training_methods import runs_here
-from lightning_memo.estimate.step.device_bytes import device_state_bytes
-from lightning_memo.estimate.step.planner_inputs import device_budget
-from lightning_memo.estimate.suggest_slices import suggest_slices
+from lightning_memo.estimate.device_bytes import device_state_bytes
+from lightning_memo.estimate.layer_buffers import has_known_buffers
+from lightning_memo.estimate.parallelism_search import Sizes, candidate_parallelisms, search
+from lightning_memo.estimate.planner_inputs import device_budget
+from lightning_memo.estimate.request import Estimate, EstimateRequest
+from lightning_memo.estimate.slice_settings import Slices
 from lightning_memo.shapes.adapters import adapters_of
 from lightning_memo.utils.units import format_bytes, format_seconds
 
@@ -23,20 +21,36 @@ _LORA: Final = {"r": 16, "target_modules": "all-linear"}
 _HOST_FACTORS: Final = (2, 4)
 _GPU_FACTORS: Final = (2, 4, 8, 16, 32, 64)
 
-Variant = tuple[str, Question]
-"""Settings as on the command line, and the question with them."""
+Variant = tuple[str, EstimateRequest]
+"""Settings as on the command line, and the training with them."""
 
-_Variants = Callable[[Question], Iterator[Variant]]
+_Variants = Callable[[EstimateRequest], Iterator[Variant]]
 """Variants of a change, from the smallest to the largest."""
 
+_EFFORTS: Final = {
+    "sizes": 1, "alpha": 1, "slices": 2, "method": 2, "precision": 3, "host": 4, "lora": 5, "gpus": 6
+}  # fmt: skip
+"""How much a user has to change: without the given sizes of the parallelism, with slices, or with other settings.
+Combinations are tried in the order of the sum."""
+_MIN_SLICE_TOKENS: Final = 4096
+"""Shortest slice that is suggested. Shorter slices underuse a GPU, which the cost model does not include."""
+_SAME_TIME: Final = 1.01
+"""Ratio of times up to which settings count as equally fast; of these, the simplest is suggested."""
+_SLICE_MODES: Final = (
+    Slices(tokens=1, host_backed="attention"),
+    Slices(tokens=1, host_backed="all"),
+    Slices(tokens=1, host_backed="all", schedule="slice"),
+)
+"""Ways to run slices, the simplest first. Each keeps more on the host than the one before."""
 
-def changes_that_fit(question: Question, forced: Sizes) -> list[str]:
+
+def changes_that_fit(request: EstimateRequest, forced: Sizes) -> list[str]:
     """Return sentences about the smallest changes that fit, at most three, or about why there are none.
 
     One or two changes are tried, and three only if less does not help. A combination is left out if a part of it fits.
 
     Args:
-        question: Question that does not fit.
+        request: Training that does not fit.
         forced: Sizes of the parallelism that are given, see `search`.
     """
     fitting: dict[frozenset[str], str] = {}
@@ -46,7 +60,7 @@ def changes_that_fit(question: Question, forced: Sizes) -> list[str]:
             more_gpus = "gpus" in names and len(names) > 1  # and something else: the largest change
             if len(fitting) == _MOST_LINES or any(fewer <= names for fewer in fitting) or (more_gpus and fitting):
                 continue
-            if sentence := _tried(question, forced, names):
+            if sentence := _tried(request, forced, names):
                 fitting[names] = sentence
         if fitting:
             break
@@ -54,17 +68,17 @@ def changes_that_fit(question: Question, forced: Sizes) -> list[str]:
         "No change was found with which it fits: neither slices, bf16-true, LoRA, four times the host memory nor more "
         "GPUs, nor three of them together. Give a shorter seq_len."
     ]
-    return [*found, *_why_no_slices(question)]
+    return [*found, *_why_no_slices(request)]
 
 
-def _tried(question: Question, forced: Sizes, names: frozenset[str]) -> str:
+def _tried(request: EstimateRequest, forced: Sizes, names: frozenset[str]) -> str:
     """The sentence of the first variants of some changes that fit; empty if none fits."""
     if "sizes" in names:
         forced, given = {name: size for name, size in forced.items() if name == "pp"}, forced
         if forced == given:
             return ""
     changes = [variants for name, variants in _VARIANTS.items() if name in names]
-    for words, changed in _variants(question, changes):
+    for words, changed in _variants(request, changes):
         if not _state_fits(changed, forced):
             continue
         answer = suggest_slices(changed, forced) if "slices" in names else _fitting(changed, forced)
@@ -82,30 +96,32 @@ def _tried(question: Question, forced: Sizes, names: frozenset[str]) -> str:
     return ""
 
 
-def _variants(question: Question, changes: Sequence[_Variants]) -> Iterator[tuple[tuple[str, ...], Question]]:
+def _variants(
+    request: EstimateRequest, changes: Sequence[_Variants]
+) -> Iterator[tuple[tuple[str, ...], EstimateRequest]]:
     """All combinations of the variants of some changes."""
     if not changes:
-        yield (), question
+        yield (), request
         return
-    for words, changed in changes[0](question):
+    for words, changed in changes[0](request):
         for more, again in _variants(changed, changes[1:]):
             yield (words, *more), again
 
 
-def _state_fits(question: Question, forced: Sizes) -> bool:
+def _state_fits(request: EstimateRequest, forced: Sizes) -> bool:
     """Whether the model state fits on the device with any parallelism, which takes little time to know."""
     try:
-        choices = candidate_parallelisms(question, forced)
+        choices = candidate_parallelisms(request, forced)
     except ValueError:  # no parallelism divides the model, the sequences and the batch
         return False
     return any(
-        device_state_bytes(question, parallel).total < device_budget(question, parallel).device_bytes
+        device_state_bytes(request, parallel).total < device_budget(request, parallel).device_bytes
         for parallel in choices
     )
 
 
-def _fitting(question: Question, forced: Sizes) -> Estimate | None:
-    answer = search(question, forced).best
+def _fitting(request: EstimateRequest, forced: Sizes) -> Estimate | None:
+    answer = search(request, forced).best
     return answer if answer.status == "ok" else None
 
 
@@ -118,16 +134,16 @@ def _sentence(settings: str, answer: Estimate) -> str:
     )
 
 
-def _why_no_slices(question: Question) -> list[str]:
+def _why_no_slices(request: EstimateRequest) -> list[str]:
     """A sentence if slices might help but are not estimated."""
-    if question.method != "memo" or not runs_here(question) or question.slices is not None:
+    if request.method != "memo" or request.slices is not None:
         return []
-    if not has_known_buffers(question.shape):
+    if not has_known_buffers(request.shape):
         return [
             "Slices of tokens are estimated for dense models with layers of Llama or Qwen3 only; on one GPU, training "
             "tries them by itself."
         ]
-    if question.batch_size % question.gpus:
+    if request.batch_size % request.gpus:
         return ["Slices of tokens are estimated for data parallelism only: batch_size must be a multiple of gpus."]
     return []
 
@@ -135,40 +151,40 @@ def _why_no_slices(question: Question) -> list[str]:
 # ---- changes
 
 
-def _method(question: Question) -> Iterator[Variant]:
-    if question.method != "memo":
-        yield "method=memo", replace(question, method="memo", alpha=None)
+def _method(request: EstimateRequest) -> Iterator[Variant]:
+    if request.method != "memo":
+        yield "method=memo", replace(request, method="memo", alpha=None)
 
 
-def _alpha(question: Question) -> Iterator[Variant]:
-    if question.alpha is not None:
-        yield "alpha=null", replace(question, alpha=None)
+def _alpha(request: EstimateRequest) -> Iterator[Variant]:
+    if request.alpha is not None:
+        yield "alpha=null", replace(request, alpha=None)
 
 
-def _precision(question: Question) -> Iterator[Variant]:
-    if runs_here(question) and question.precision != "bf16-true":
-        yield "precision=bf16-true", replace(question, precision="bf16-true")
+def _precision(request: EstimateRequest) -> Iterator[Variant]:
+    if request.precision != "bf16-true":
+        yield "precision=bf16-true", replace(request, precision="bf16-true")
 
 
-def _host(question: Question) -> Iterator[Variant]:
+def _host(request: EstimateRequest) -> Iterator[Variant]:
     for factor in _HOST_FACTORS:
-        cluster = replace(question.cluster, host_bytes=factor * question.cluster.host_bytes)
-        yield f"cluster.host_bytes={_size(cluster.host_bytes)}", replace(question, cluster=cluster)
+        cluster = replace(request.cluster, host_bytes=factor * request.cluster.host_bytes)
+        yield f"cluster.host_bytes={_size(cluster.host_bytes)}", replace(request, cluster=cluster)
 
 
-def _lora(question: Question) -> Iterator[Variant]:
-    if runs_here(question) and question.shape.adapters is None:
+def _lora(request: EstimateRequest) -> Iterator[Variant]:
+    if request.shape.adapters is None:
         try:
-            shape = replace(question.shape, adapters=adapters_of(_LORA))
+            shape = replace(request.shape, adapters=adapters_of(_LORA))
         except ValueError:  # not supported for this model
             return
-        yield f"model.lora.r={_LORA['r']}", replace(question, shape=shape)
+        yield f"model.lora.r={_LORA['r']}", replace(request, shape=shape)
 
 
-def _gpus(question: Question) -> Iterator[Variant]:
-    for gpus in (factor * question.gpus for factor in _GPU_FACTORS):
-        if gpus in question.cluster.device_counts:
-            yield f"gpus={gpus}", replace(question, gpus=gpus)
+def _gpus(request: EstimateRequest) -> Iterator[Variant]:
+    for gpus in (factor * request.gpus for factor in _GPU_FACTORS):
+        if gpus in request.cluster.device_counts:
+            yield f"gpus={gpus}", replace(request, gpus=gpus)
 
 
 def _size(size_bytes: int) -> str:
@@ -177,12 +193,48 @@ def _size(size_bytes: int) -> str:
     return next((f"{size_bytes // unit}{name}" for unit, name in units if not size_bytes % unit), str(size_bytes))
 
 
-_EFFORTS: Final = {
-    "sizes": 1, "alpha": 1, "slices": 2, "method": 2, "precision": 3, "host": 4, "lora": 5, "gpus": 6
-}  # fmt: skip
-"""How much a user has to change: without the given sizes of the parallelism, with slices, or with other settings.
-Combinations are tried in the order of the sum."""
-
 _VARIANTS: Final[dict[str, _Variants]] = {
     "alpha": _alpha, "method": _method, "precision": _precision, "host": _host, "lora": _lora, "gpus": _gpus
 }  # fmt: skip
+
+
+def suggest_slices(request: EstimateRequest, forced: Sizes) -> Estimate | None:
+    """Returns the fastest estimate with slices that fits, or None if slices do not help or are not estimated.
+
+    For each way to run slices, the largest slice that fits is tried, a power of two of at least 4096 tokens.
+
+    Args:
+        request: Training without slices.
+        forced: Sizes of the parallelism that are given, see `search`.
+    """
+    fitting = [answer for mode in _SLICE_MODES if (answer := _largest(request, forced, mode)) is not None]
+    seconds = [answer.step_seconds for answer in fitting if answer.step_seconds is not None]
+    return next((a for a in fitting if a.step_seconds and a.step_seconds <= _SAME_TIME * min(seconds)), None)
+
+
+def _largest(request: EstimateRequest, forced: Sizes, mode: Slices) -> Estimate | None:
+    """The estimate with the largest slices that fit. Larger slices need more memory, so that few have to be tried."""
+    lengths = list(_lengths(request.seq_len))
+    best, low, high = None, 0, len(lengths)
+    middle = 0  # if the shortest slices do not fit, none do
+    while low < high:
+        try:
+            answer = search(replace(request, slices=replace(mode, tokens=lengths[middle])), forced).best
+        except ValueError:  # slices are not estimated for this training
+            return None
+        if answer.status == "ok":
+            best, low = answer, middle + 1
+        elif middle == 0:
+            return None
+        else:
+            high = middle
+        middle = (low + high) // 2
+    return best
+
+
+def _lengths(seq_len: int) -> Iterator[int]:
+    """Lengths of slices shorter than the sequence, in ascending order."""
+    tokens = _MIN_SLICE_TOKENS
+    while tokens < seq_len:
+        yield tokens
+        tokens *= 2

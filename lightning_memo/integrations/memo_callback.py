@@ -12,6 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from typing_extensions import override
 
 from lightning_memo.artifacts.plan import Plan
+from lightning_memo.config import refusing_gone
 from lightning_memo.integrations.memo_loop import MemoLoop
 
 
@@ -35,6 +36,7 @@ class MemoCallback(TrainerCallback):
         ValueError: A setting is wrong, or contradicts another one.
     """
 
+    @refusing_gone
     def __init__(self, **settings: Any) -> None:
         parameters = inspect.signature(MemoLoop).parameters.values()
         known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "output_dir"]  # the trainer's

@@ -16,11 +16,10 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.config import MemoConfig
+from lightning_memo.config import MemoConfig, refusing_gone
 from lightning_memo.engine import TestMode
-from lightning_memo.integrations.loop_batches import LoopBatches
-from lightning_memo.integrations.loop_run import LoopProcesses, LoopRun
-from lightning_memo.runtime.memory_plans.memory_planner import MemoryPlanner
+from lightning_memo.integrations.training_loop import LoopBatches, LoopProcesses, LoopRun
+from lightning_memo.runtime.memory_planner import MemoryPlanner
 from lightning_memo.runtime.start_engine import check_machine, start_engine
 from lightning_memo.runtime.training_runtime import TrainingRuntime
 
@@ -52,6 +51,7 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
         ValueError: A setting is wrong, or contradicts another one.
     """
 
+    @refusing_gone
     def __init__(
         self,
         model: nn.Module,
@@ -72,7 +72,6 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
         attention: str = "auto",
         schedule: str = "auto",
         plan: str | Path | None = None,
-        check_restored: bool = False,
         check_slices: bool = True,
         test_mode: TestMode | None = None,
     ) -> None:

@@ -15,8 +15,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_memo.kernels.async_transfer import to_device_async
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
@@ -236,3 +234,14 @@ def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -math.inf)
+
+
+def to_device_async(t: Tensor, device: torch.device) -> Tensor:
+    """Copy `t` to the device without making the host wait for the device's pending work.
+
+    A copy from pageable memory would wait for the stream, and so would one from memory with gaps, of which PyTorch
+    makes a pageable copy first. PyTorch keeps page-locked memory until its copies have ended.
+    """
+    if device.type != "cuda" or t.device.type != "cpu":
+        return t.to(device)
+    return t.contiguous().pin_memory().to(device, non_blocking=True)

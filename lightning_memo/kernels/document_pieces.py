@@ -10,8 +10,7 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
-from lightning_memo.kernels.async_transfer import to_device_async
-from lightning_memo.kernels.attention_kernel import AttentionSpec
+from lightning_memo.kernels.attention_kernel import AttentionSpec, to_device_async
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,22 @@ class RngState:
         finally:
             present.restore()
 
+    def check_repeated(self, drawer: str) -> None:
+        """Check that these are the current states: numbers were drawn again, and these followed the first draws.
+
+        Args:
+            drawer: What drew them, for the message.
+
+        Raises:
+            RuntimeError: Other numbers were drawn.
+        """
+        if not RngState.capture(self.device).same(self):
+            raise RuntimeError(
+                f"{drawer} drew other random numbers in the backward than in the forward: another thread of this "
+                "process draws from PyTorch's generator as well, of which there is one for all threads: give that "
+                "thread a torch.Generator of its own, or run it in another process"
+            )
+
     def branch(self) -> None:
         """Make states the current ones that these decide alone, and that give other numbers than these."""
         self.restore()

@@ -7,23 +7,35 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_memo.artifacts.swap_plan import Attention
-from lightning_memo.kernels.attention_kernel import AttentionBackend, AttentionSpec, Kernel
+from lightning_memo.kernels.attention_kernel import (
+    AttentionBackend,
+    AttentionResult,
+    AttentionSpec,
+    Kernel,
+    token_major,
+)
 from lightning_memo.kernels.blockwise_attention import BlockwiseAttention
 from lightning_memo.kernels.cpu_flash import CpuFlash
 from lightning_memo.kernels.cudnn import CudnnSdpa
-from lightning_memo.kernels.divided_calls import DividedCalls, is_too_large
+from lightning_memo.kernels.divided_calls import DividedCalls, PackedDocuments, is_too_large
 from lightning_memo.kernels.flash_attention import AtenFlash
-from lightning_memo.kernels.packages.flash_attn_packages import FlashAttn, FlashAttn3, FlashAttn4
-from lightning_memo.kernels.packages.kernel_packages import FLASH_ATTN, FLASH_ATTN_3, FLASH_ATTN_4, TRANSFORMER_ENGINE
-from lightning_memo.kernels.packages.transformer_engine import TransformerEngineAttention
-from lightning_memo.kernels.packed_documents import PackedDocuments
-from lightning_memo.kernels.padded_heads import PaddedHeads, padded_heads
+from lightning_memo.kernels.kernel_packages import (
+    FLASH_ATTN,
+    FLASH_ATTN_3,
+    FLASH_ATTN_4,
+    TRANSFORMER_ENGINE,
+    FlashAttn,
+    FlashAttn3,
+    FlashAttn4,
+    TransformerEngineAttention,
+)
 from lightning_memo.kernels.replayed_sdpa import Replay
 
-_FLASH = 1  # at::SDPBackend::flash_attention
 _PACKAGES = {
     "flash_attn": FLASH_ATTN, "flash_attn_3": FLASH_ATTN_3, "flash_attn_4": FLASH_ATTN_4,
     "transformer_engine": TRANSFORMER_ENGINE,
@@ -41,7 +53,6 @@ KERNELS: dict[str, dict[Attention, type[Kernel]]] = {
     },
 }
 """Kernels of each device type, by name."""
-
 _FIRST_WITH_FLASH = (8, 0)  # the first compute capability with flash attention
 _LARGEST_HEAD = 256
 
@@ -92,7 +103,7 @@ def candidate_kernels(
         return {}
     padded = q.shape[-1] != v.shape[-1]
     if padded:
-        q, k, v, spec = padded_heads(q, k, v, spec)
+        q, k, v, spec = _padded_heads(q, k, v, spec)
     return {
         name: functools.partial(_make, name, kind, padded)
         for name, kind in _kernels_of(q.device).items()
@@ -102,15 +113,15 @@ def candidate_kernels(
 
 def _make(name: str, kind: type[Kernel], padded: bool) -> AttentionBackend:
     check_available(name)
-    return PaddedHeads(kind()) if padded else kind()
+    return _PaddedHeads(kind()) if padded else kind()
 
 
 def _select(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, choice: str) -> AttentionBackend:
     serves = _cpu_flash_serves if q.device.type == "cpu" else _flash_serves
     if spec.softcap is not None:
         return BlockwiseAttention()
-    if q.shape[-1] != v.shape[-1] and serves(*padded_heads(q, k, v, spec)):
-        return PaddedHeads(_select(*padded_heads(q, k, v, spec), choice))
+    if q.shape[-1] != v.shape[-1] and serves(*_padded_heads(q, k, v, spec)):
+        return _PaddedHeads(_select(*_padded_heads(q, k, v, spec), choice))
     if not serves(q, k, v, spec):
         return Replay() if spec.sinks is None else BlockwiseAttention()
     kernels: Mapping[str, type[Kernel]] = _kernels_of(q.device)
@@ -135,8 +146,61 @@ def _flash_serves(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> bool:
 
 
 def _cpu_flash_serves(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> bool:
+    """Return whether PyTorch's flash kernel computes a call, whatever `sdpa_kernel` allows around the model.
+
+    Forwards and backwards need not run in the same context, and slices need a kernel that takes blocks.
+    """
     grouped = q.shape[1] != k.shape[1]
     mask = spec.mask
     causal = spec.causal and mask is None
-    picked = torch._fused_sdp_choice(q, k, v, mask, spec.dropout, causal, scale=spec.scale, enable_gqa=grouped)
-    return picked == _FLASH
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        picked = torch._fused_sdp_choice(q, k, v, mask, spec.dropout, causal, scale=spec.scale, enable_gqa=grouped)
+    return picked == SDPBackend.FLASH_ATTENTION.value
+
+
+def _padded_heads(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
+    """Return the call with zeros at the end of each head, such that all heads have the same size."""
+    size = max(q.shape[-1], v.shape[-1])
+    scale = q.shape[-1] ** -0.5 if spec.scale is None else spec.scale
+    return _padded(q, size), _padded(k, size), _padded(v, size), replace(spec, scale=scale)
+
+
+def _padded(t: Tensor, size: int) -> Tensor:
+    return t if t.shape[-1] == size else F.pad(t, (0, size - t.shape[-1]))
+
+
+class _PaddedHeads:
+    """Calls a kernel with padded heads. Zeros change neither scores nor outputs, so that the result is exact.
+
+    Args:
+        inner: The kernel.
+    """
+
+    def __init__(self, inner: AttentionBackend) -> None:
+        self._inner = inner
+        self.name, self.blocks = inner.name, inner.blocks
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, query_start: int = 0, key_start: int = 0
+    ) -> AttentionResult:
+        width = v.shape[-1]
+        result = self._inner.forward(*_padded_heads(q, k, v, spec), query_start, key_start)
+        return replace(result, out=token_major(result.out[..., :width]))
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        result: AttentionResult,
+        spec: AttentionSpec,
+        query_start: int = 0,
+        key_start: int = 0,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        size = max(q.shape[-1], v.shape[-1])
+        result = replace(result, out=_padded(result.out, size))
+        *padded, spec_of_all = _padded_heads(q, k, v, spec)
+        grads = self._inner.backward(_padded(dout, size), *padded, result, spec_of_all, query_start, key_start)
+        dq, dk, dv = (grad[..., : t.shape[-1]] for grad, t in zip(grads, (q, k, v), strict=True))
+        return dq, dk, dv

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_memo.engine.memory.lazy_tensor import Assembly, LazyTensor
 from lightning_memo.engine.modules.token_local_modules import GradientSums, chunks
 from lightning_memo.loss.chunked_logits import ChunkedLogits, Columns
 from lightning_memo.parallel.local_tensors import awaited
+from lightning_memo.utils.retained_graph import NOT_RETAINED, first_derivative, graph_is_retained
 
 
 def chunked_cross_entropy(
@@ -37,7 +37,7 @@ def chunked_cross_entropy(
     Args:
         logits: Computes the logits.
         x: Hidden states `[..., hidden]`; with several shards `[rows, tokens of this shard, hidden]`.
-        target: Labels, int64 `[all tokens]`, in the order of rows and tokens.
+        target: Labels, int64 or uint8 `[all tokens]`, in the order of rows and tokens.
         ignore_index: Label of tokens that do not contribute to the loss.
         reduction: "mean" over the labels that are not ignored, or "sum".
 
@@ -48,7 +48,7 @@ def chunked_cross_entropy(
     one = torch.ones((), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     count = valid.sum() if reduction == "mean" else one
     weight = torch.where(valid, one / count, 0.0)  # finite even if no label is valid, when the loss is 0 / 0
-    parts = _Parts(logits, _by_shard(target.masked_fill(~valid, 0), x, logits), _by_shard(weight, x, logits))
+    parts = _Parts(logits, _by_shard(target.masked_fill(~valid, 0).long(), x, logits), _by_shard(weight, x, logits))
     total: Tensor
     if torch.is_grad_enabled() and (x.requires_grad or logits.head.trained):
         total = _ChunkedCrossEntropy.apply(parts, awaited(x), *logits.head.trained)
@@ -136,16 +136,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, upstream: Tensor) -> Any:
         if ctx.gradients is None:
-            raise RuntimeError(
-                "a second backward through the same loss (retain_graph) is not supported: sum the losses, or run a "
-                "forward for each"
-            )
-        (dx, sums), ctx.gradients = ctx.gradients, None
-        return None, None if dx is None else _scaled(dx, upstream), *sums.take(ctx.dtypes, upstream)
+            raise RuntimeError(NOT_RETAINED)
+        dx, sums = ctx.gradients
+        if kept := graph_is_retained():
+            sums = sums.copy()
+        else:
+            ctx.gradients = None
+        return None, None if dx is None else _scaled(dx, upstream, kept), *sums.take(ctx.dtypes, upstream)
 
 
-def _scaled(dx: Tensor, upstream: Tensor) -> Tensor:
-    return dx.mapped(lambda rows: rows * upstream, dx.dtype) if isinstance(dx, LazyTensor) else dx.mul_(upstream)
+def _scaled(dx: Tensor, upstream: Tensor, kept: bool) -> Tensor:
+    if isinstance(dx, LazyTensor):
+        factor = upstream.clone()  # rows are computed when they are read
+        return dx.mapped(lambda rows: rows * factor, dx.dtype)
+    return dx * upstream if kept else dx.mul_(upstream)

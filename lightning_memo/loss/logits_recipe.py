@@ -10,18 +10,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
+from lightning_memo.engine.memory.noted_tensors import NotedTensor, byte_sums
 from lightning_memo.engine.modules.token_local_modules import Forward, TokenLocal, chunk_tokens_of, chunks
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.engine.state.forward_state import ForwardState
 from lightning_memo.loss.chunked_logits import ChunkedLogits, Pointwise
-from lightning_memo.loss.token_values import OfTokens, token_values
+from lightning_memo.loss.token_functions import OfTokens, gradients_of_logits, token_values
+from lightning_memo.parallel.tensor.divided_logits import replicated
+from lightning_memo.utils.around_forward import without_saved_tensors_hooks
 
 _COPIES = 4
 _CHANGE = (
     "was changed since the forward whose logits are used now, and logits of long sequences are computed when they are "
-    "used: use them before, or set loss_chunk_tokens=None"
+    "used: keep what you need of them before the optimizer step, for example logits.detach().clone(), or set "
+    "loss_chunk_tokens=None"
+)
+_HIDDEN_CHANGE = (
+    "hidden states were changed in place after the forward, and logits of long sequences are computed from them when "
+    "they are used: change a copy of the hidden states (clone()), or set loss_chunk_tokens=None"
 )
 
 
@@ -43,12 +51,17 @@ class Head:
     shards: int = 1
     parts: int = 1
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this process computes all logits of each token."""
+        return self.shards == 1 and self.parts == 1
+
     def replicated(self, t: Tensor) -> Tensor:
         """Convert a result that is equal on all processes that share the logits to the tensor type of the logits."""
         if self.parts == 1:
             return t
         mesh = next(p.device_mesh for p in self.module.parameters() if isinstance(p, DTensor))
-        return DTensor.from_local(t, mesh, [Replicate()], run_check=False)
+        return replicated(t, mesh)
 
 
 class HeadState(ForwardState):
@@ -64,7 +77,7 @@ class HeadState(ForwardState):
 
     def __init__(self, head: nn.Module, tracked: bool) -> None:
         super().__init__(head, (), change=_CHANGE, most_copied=0)
-        self._weights = [] if tracked else [(p, _sum_of(p)) for p in head.parameters()]
+        self._weights = [] if tracked else [(p, _sums_of(p)) for p in head.parameters()]
 
     def _drop_graphs(self) -> None:
         """Keep the graphs."""
@@ -76,15 +89,12 @@ class HeadState(ForwardState):
             RuntimeError: They are others.
         """
         for p, before in self._weights:
-            if not torch.equal(_sum_of(p), before):
+            if not torch.equal(_sums_of(p), before):
                 raise RuntimeError(f"a weight ({self._name}) {_CHANGE}")
 
 
-def _sum_of(t: Tensor) -> Tensor:
-    """Return a number that is another one for other values, almost certainly."""
-    parts = [part.detach().flatten().view(torch.uint8) for part in plain_parts(t) if part.numel()]
-    words = [part[: len(part) // 4 * 4].view(torch.int32) for part in parts]
-    return torch.stack([word.sum(dtype=torch.int64) for word in words] or [torch.zeros(())])
+def _sums_of(t: Tensor) -> Tensor:
+    return torch.cat([byte_sums(part) for part in plain_parts(t)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,32 +103,67 @@ class Recipe:
 
     Attributes:
         head: The output head.
-        x: Hidden states `[..., hidden]`; with several shards `[rows, tokens of this shard, hidden]`.
+        hidden: Hidden states `[..., hidden]`; with several shards `[rows, tokens of this shard, hidden]`.
         leading: Dimensions of the logits in front of the vocabulary.
         pointwise: Functions to apply to the output of the head.
         tracked: Whether autograd tracks the logits.
-        state: What the head read when `x` was computed.
+        state: What the head read when the hidden states were computed.
         autocast: Restores the autocast state of that time.
     """
 
     head: Head
-    x: Tensor
+    hidden: NotedTensor
     leading: tuple[int, ...]
     pointwise: tuple[Pointwise, ...]
     tracked: bool
     state: HeadState
     autocast: Callable[[], AbstractContextManager[Any]]
 
+    @property
+    def x(self) -> Tensor:
+        """The hidden states.
+
+        Raises:
+            RuntimeError: They were changed in place since.
+        """
+        self.hidden.check(_HIDDEN_CHANGE)
+        return self.hidden.tensor
+
+    def of(self, x: Tensor) -> Recipe:
+        """Return the recipe of the same logits of some of the tokens, or with another history of the hidden states."""
+        return replace(self, hidden=NotedTensor.of(x))
+
+    @property
+    def trained(self) -> list[Tensor]:
+        """The parameters of the head that get gradients through the logits."""
+        return [p for p in self.head.module.parameters() if p.requires_grad] if self.tracked else []
+
     def compute(self) -> Tensor:
         """Compute the real logits."""
         self.state.check()
-        with torch.set_grad_enabled(self.tracked), self.autocast():
+        with torch.set_grad_enabled(self.tracked), self.autocast(), without_saved_tensors_hooks():
             with self.state.replayed():
                 logits = self.head.forward(self.x)
-            for function in self.pointwise:
-                logits = function(logits)
-            shape = (*self.leading, logits.shape[-1])
-            return logits if logits.shape == shape else logits.reshape(shape)
+            return self._finished(logits)
+
+    def _finished(self, logits: Tensor) -> Tensor:
+        for function in self.pointwise:
+            logits = function(logits)
+        shape = (*self.leading, logits.shape[-1])
+        return logits if logits.shape == shape else logits.reshape(shape)
+
+    def gradients(self, gradient: Tensor, of_x: bool) -> list[Tensor | None]:
+        """Return the gradients of the hidden states (`None` unless `of_x`) and of `trained` by that of the logits."""
+        logits, dtypes = self.in_chunks(), [p.dtype for p in self.trained]
+        if self.head.is_whole:
+            dx, sums = gradients_of_logits(logits, self.x, gradient, of_x)
+            return [dx, *sums.take(dtypes)]
+        x = self.x.detach().requires_grad_(of_x)
+        with torch.enable_grad(), self.autocast():
+            y = self._finished(logits.head(x))
+        with torch._C.DisableTorchFunctionSubclass():  # divided logits give functions the whole vocabulary
+            dx, found = logits.head.gradients(y, x, gradient)
+        return [dx, *found]
 
     def tokens_first(self) -> Tensor:
         """Return the hidden states with the shape `[*leading, hidden]`; for a single shard."""
@@ -158,9 +203,12 @@ class Recipe:
         return tuple(t.reshape(*self.leading, *t.shape[1:]) for t in found)
 
     def joined(self, other: Recipe, function: Callable[[Tensor, Tensor], Tensor]) -> Recipe | None:
-        """Return the recipe of a function of these logits and of others; `None` if they are those of other tokens."""
-        same = (self.head, self.leading, self.tracked) == (other.head, other.leading, other.tracked)
-        if not same or self.x is not other.x:
+        """Return the recipe of a function of these logits and of others; `None` if another call of the head made them.
+
+        Between two calls of a head, its weights, adapters and autocast may have changed.
+        """
+        same_call = self.state is other.state and self.autocast is other.autocast
+        if not same_call or (self.leading, self.tracked) != (other.leading, other.tracked) or self.x is not other.x:
             return None
         chains = self.pointwise, other.pointwise
 

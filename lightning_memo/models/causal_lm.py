@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_memo.kernels.rng_state import RngState
 from lightning_memo.models.context_extension import warn_of_long_sequences
 from lightning_memo.models.model_builder import ModelConfig, build_model, check_vocabulary, load_hf_config
-from lightning_memo.parallel.run_on_ranks import gather
+from lightning_memo.parallel.ranks import gather
 
 
 class CausalLM(LightningModule):
@@ -121,7 +121,7 @@ class CausalLM(LightningModule):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # Lightning saves no random state. With dropout, a resumed run would differ from an uninterrupted one.
-        present = RngState.capture(self.device)
+        present = RngState.capture(self.trainer.strategy.root_device)  # after a fit, the module is no longer there
         checkpoint["rng_states"] = gather((present.cpu, present.accelerator))
 
     @override

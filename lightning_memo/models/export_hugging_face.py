@@ -1,4 +1,4 @@
-"""Exports models of any parallel layout as plain Hugging Face folders."""
+"""Exports models of any parallel layout as plain Hugging Face folders, and uploads them to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from lightning_memo.data.tokenizer import has_tokenizer
-from lightning_memo.parallel.checkpoints import atomic_replace
-from lightning_memo.parallel.pipeline.gather_stages import gather_stages, is_stage
-from lightning_memo.parallel.run_on_ranks import is_first_rank
+from lightning_memo.parallel.pipeline.stage_modules import gather_stages, is_stage
+from lightning_memo.parallel.ranks import is_first_rank
 from lightning_memo.utils.class_names import class_name
+from lightning_memo.utils.files import commit, unfinished
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+_LOG_IN = "run `hf auth login` with a token that may write, or set HF_TOKEN"
 
 
 def gather_state(model: nn.Module) -> dict[str, Any] | None:
@@ -61,20 +63,17 @@ def export_huggingface(
         model, state_dict = _merged(model, state_dict), None
     if state_dict is None and (_is_sharded(model) or is_stage(model)):
         raise ValueError("the model is sharded: give the state_dict that gather_state returns")
-    unfinished = atomic_replace.begin(target)
-    try:
+    with unfinished(target) as written:
+        written.mkdir()
         with _cache_in_use(model):
             # A copy, because tensors are taken out of it as they are written.
             host: Any = model
-            host.save_pretrained(unfinished, state_dict=None if state_dict is None else dict(state_dict))
+            host.save_pretrained(written, state_dict=None if state_dict is None else dict(state_dict))
             base = _base_of_other_positions(model)
             if base is not None:
-                base.config.save_pretrained(unfinished)
-        _save_tokenizer(model, unfinished)
-        atomic_replace.commit(unfinished, target)
-    except BaseException:
-        atomic_replace.abort(target)
-        raise
+                base.config.save_pretrained(written)
+        _save_tokenizer(model, written)
+        commit(written, target)
     if base is not None:
         rank_zero_warn(
             f"{folder}: the adapter was trained with positions that its base model was not saved with, and PEFT loads"
@@ -151,3 +150,63 @@ def _cache_in_use(model: nn.Module) -> Iterator[None]:
     finally:
         for config in off:
             config.use_cache = False
+
+
+def create_repository(repository: str, private: bool | None = None) -> None:
+    """Create a repository for a model on the Hub, unless it exists. Called before the work of an export.
+
+    Args:
+        repository: `ORGANISATION/NAME` or `USER/NAME`.
+        private: Whether a new repository is private; None for the default of the organisation or user.
+
+    Raises:
+        ValueError: The name is wrong, the user is not logged in or may not write there, or the Hub cannot be reached.
+    """
+    from huggingface_hub import HfApi, get_token  # not all runs upload
+
+    with _in_one_line(repository):
+        if get_token() is None:
+            raise ValueError(f"push_to_hub={repository}: you are not logged in to the Hugging Face Hub: {_LOG_IN}")
+        HfApi().create_repo(repository, private=private, exist_ok=True)
+
+
+def upload_model(folder: str | Path, repository: str) -> str:
+    """Upload the files of an exported model, and return the address of the repository.
+
+    Args:
+        folder: A folder that :func:`~lightning_memo.models.export_hugging_face.export_huggingface` wrote.
+        repository: As for :func:`create_repository`, which has created it.
+
+    Raises:
+        ValueError: As for :func:`create_repository`.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    with _in_one_line(repository):
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload by lightning_memo")
+    return f"{api.endpoint}/{repository}"
+
+
+@contextmanager
+def _in_one_line(repository: str) -> Iterator[None]:
+    """Turn errors of the Hub, of which most have several lines, into ones that say what to do."""
+    # HTTPError is httpx's in version 1 of huggingface_hub, and httpx2's in version 2.
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError  # type: ignore[attr-defined]
+
+    given = f"push_to_hub={repository}"
+    try:
+        yield
+    except HFValidationError as error:
+        raise ValueError(f"{given}: no name of a repository: give ORGANISATION/NAME or USER/NAME") from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        if status not in (401, 403):
+            raise ValueError(f"{given}: the Hugging Face Hub answered with status {status}: try again later") from error
+        what = "does not know your token" if status == 401 else "does not let you write there"
+        raise ValueError(f"{given}: the Hugging Face Hub {what}: give another name, or {_LOG_IN}") from error
+    except (HTTPError, ConnectionError) as error:  # the latter if HF_HUB_OFFLINE is set
+        raise ValueError(
+            f"{given}: the Hugging Face Hub cannot be reached ({type(error).__name__}): export without push_to_hub, "
+            f"and later run `hf upload {repository} FOLDER`"
+        ) from error

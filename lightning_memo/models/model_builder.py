@@ -18,9 +18,11 @@ from lightning_memo.utils.units import read_length
 
 _PEFT = RequirementCache("peft>=0.18")
 _PEFTS_OWN = (
-    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"
+    "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "megatron_config", "megatron_core",
 )  # fmt: skip
-"""Arguments of `peft.LoraConfig` that are not training settings."""
+"""Arguments of `peft.LoraConfig` that are not training settings. The module that `megatron_core` names is imported, and
+a checkpoint could name any."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,17 +128,15 @@ def ulysses_size(config: MemoConfig, heads: int, kv_heads: int) -> int:
     Raises:
         ValueError: The size does not divide the number of query heads.
     """
-    context, method = config.context_parallel_size, config.context_parallel_method
-    if method == "ring" or context == 1:
-        return 1
-    if method == "usp" and config.ulysses_size == "auto":
+    context = config.context_parallel_size
+    if config.ulysses_size == "auto":
         return choose_ulysses(context, heads, kv_heads)
-    wanted = context if method == "ulysses" else int(config.ulysses_size)
+    wanted = int(config.ulysses_size)
     if heads % wanted:
         fitting = ", ".join(str(n) for n in range(1, context + 1) if context % n == 0 and heads % n == 0)
         raise ValueError(
             f"Ulysses attention cannot divide {heads} heads over {wanted} processes: set "
-            f'context_parallel_method="usp" with ulysses_size one of {fitting}, or "ring"'
+            f"ulysses_size to one of {fitting} (1 is ring attention)"
         )
     return wanted
 

@@ -13,23 +13,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_memo.config import MemoConfig
 from lightning_memo.kernels import RngState
-from lightning_memo.parallel.batches.current_layout import CurrentLayout
 from lightning_memo.parallel.batches.divide_batch import (
     BatchSharder,
+    TextModelInputs,
+    check_layers,
+    trains_beside,
+)
+from lightning_memo.parallel.batches.divide_loader import (
+    check_even,
     check_same_batch,
     check_same_images,
     check_same_size,
+    seeding_rank,
+    split_iterable,
 )
-from lightning_memo.parallel.batches.divide_loader import check_even, seeding_rank, split_iterable
 from lightning_memo.parallel.batches.loss_arguments import LossArguments, takes_loss_arguments, why_loss_unfit
+from lightning_memo.parallel.batches.positions import separate_documents
 from lightning_memo.parallel.batches.router_losses import RouterLosses
-from lightning_memo.parallel.batches.separate_documents import separate_documents
-from lightning_memo.parallel.batches.text_model import TextModelInputs, check_layers, trains_beside
+from lightning_memo.parallel.batches.token_layout import CurrentLayout
 from lightning_memo.parallel.context.context_groups import ContextGroups
 from lightning_memo.parallel.device_mesh import (
     CONTEXT,
@@ -45,20 +51,22 @@ from lightning_memo.parallel.device_mesh import (
     sequence_group,
     stage_group,
 )
-from lightning_memo.parallel.module_division import share_weights, was_divided
 from lightning_memo.parallel.parallel_sizes import resolve_sizes, ulysses_size
-from lightning_memo.parallel.pipeline.gather_stages import is_stage
 from lightning_memo.parallel.pipeline.pipeline import Pipeline
-from lightning_memo.parallel.ranks import Ranks, processes_on_this_node
-from lightning_memo.parallel.run_on_ranks import gather
-from lightning_memo.parallel.tensor.divide_experts import check_experts, divide_experts, find_experts
+from lightning_memo.parallel.pipeline.stage_modules import is_stage
+from lightning_memo.parallel.ranks import Ranks, gather, processes_on_this_node
+from lightning_memo.parallel.tensor.experts import check_experts, divide_experts, find_experts
 from lightning_memo.parallel.tensor.shard_weights import check_divisible, shard_tensors
 from lightning_memo.parallel.zero.fsdp_units import forget_gathered, forget_unfinished
 from lightning_memo.parallel.zero.zero_sharding import ZeroSettings, shard_state
 from lightning_memo.utils.find_layers import find_hugging_face, find_text_model
 
 # Batches are compared often at first and then from time to time, because most mistakes in the data show at once.
-_FIRST_CHECKS, _CHECK_EVERY = 16, 64
+_FIRST_CHECKS = 16
+_CHECK_EVERY = 64
+
+# Attribute of a module that describes how it is divided.
+_DIVISION = "_lightning_memo_division"
 
 
 class Processes:
@@ -138,11 +146,11 @@ class Processes:
         forget_unfinished(module)
         self._share_random_state()
         config = self._config
-        if was_divided(module, self._division(mixed), is_stage(module)):
+        if _was_divided(module, self._division(mixed), is_stage(module)):
             return
         self._check_divisible(module)
         if self.ranks.world:
-            share_weights(module, self._device)
+            _share_weights(module, self._device)
         if self.sizes.tensor > 1:
             shard_tensors(
                 module,
@@ -204,8 +212,6 @@ class Processes:
         Raises:
             ValueError: The layers are beside the text model, whose tokens are divided.
         """
-        if self.sizes.tensor > 1 and self._config.loss_parallel:
-            stack.enter_context(loss_parallel())
         for model in find_hugging_face(module):
             stack.callback(self._loss_arguments.attach(model))
             stack.callback(self._router_losses.attach(model))
@@ -347,3 +353,39 @@ def _heads(model: nn.Module) -> tuple[int, int]:
     config = hosts[0].config.get_text_config()
     heads = getattr(config, "num_attention_heads", 0) or 0
     return heads, getattr(config, "num_key_value_heads", heads) or heads
+
+
+def _share_weights(module: nn.Module, device: torch.device) -> None:
+    """Broadcast the weights of rank 0.
+
+    Args:
+        module: Module of the same architecture on all processes.
+        device: Device of this process.
+    """
+    for t in [*module.parameters(), *module.buffers()]:
+        there = t.data.to(device).contiguous()
+        dist.broadcast(there, src=0)
+        t.data.copy_(there)
+
+
+def _was_divided(module: nn.Module, division: str, stage: bool) -> bool:
+    """Whether an earlier fit divided a module. If it did not, `division` is noted as how it is going to be divided.
+
+    Args:
+        module: The module.
+        division: How it is to be divided.
+        stage: Whether it has lost the weights of other stages of a pipeline.
+
+    Raises:
+        ValueError: It was divided in another way.
+    """
+    if not stage and not any(isinstance(p, DTensor) for p in module.parameters()):
+        setattr(module, _DIVISION, division)
+        return False
+    before = getattr(module, _DIVISION, division)
+    if before != division:
+        raise ValueError(
+            f"an earlier strategy divided this module as {before}, and it cannot be divided as {division}: save a "
+            "checkpoint, and load it into a new module"
+        )
+    return True

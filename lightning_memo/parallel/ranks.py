@@ -1,21 +1,26 @@
-"""Rank of a process in its run, and exchange of plans and errors with the other ranks."""
+"""Rank of a process in its run, and agreement with the other ranks on values, plans and errors.
+
+No rank continues, or waits in a collective, after another rank has failed.
+"""
 
 from __future__ import annotations
 
 import logging
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar, cast
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import CheckpointException
 
+from lightning_memo.artifacts.plan import Plan
 from lightning_memo.parallel.parallel_sizes import ParallelSizes
-from lightning_memo.parallel.run_on_ranks import gather
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+_USER_ERRORS = (FileNotFoundError, OSError, ValueError)
 
 
 class FailedElsewhere(ValueError):
@@ -129,6 +134,97 @@ class Ranks:
         raise ValueError(f"rank {rank}{of_group}: {message}") from error
 
 
+def agree_on_plan(solve: Callable[[float | None, bool], Plan], ranks: Ranks, everyone: bool) -> Plan:
+    """Returns this rank's plan with the alpha that all ranks use: the smallest alpha that any of them can run.
+
+    Args:
+        solve: Computes this rank's plan from an alpha (`None` for the user's setting) and from whether the plan may be
+            plain training.
+        ranks: Ranks of the run.
+        everyone: Agree among all ranks; otherwise among the ranks that compute the same sequences.
+
+    Raises:
+        ValueError: A rank has no feasible plan.
+    """
+    plan = ranks.run_alike(lambda: solve(None, True), everyone)
+    if len(set(ranks.gather_slicing(plan.swap.mode, everyone))) > 1:
+        plan = ranks.run_alike(lambda: solve(None, False), everyone)
+    smallest = min(ranks.gather_slicing(plan.swap.alpha, everyone))
+    if plan.swap.alpha == smallest:
+        return plan
+    least = f"another process runs no more than alpha={smallest:.4g}, and all take the smallest"
+    return replace(solve(smallest, False), reason=f"By itself alpha={plan.swap.alpha:.4g}, but {least}.")
+
+
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Gathers a picklable value from every rank of a group.
+
+    Args:
+        value: Value of this rank.
+        group: Process group; `None` gathers from all ranks.
+
+    Returns:
+        Values in the order of the ranks.
+    """
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Returns the rank of this process and the number of ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def is_first_rank() -> bool:
+    """Whether this process is rank 0 or the only process."""
+    return rank_and_size()[0] == 0
+
+
+def processes_on_this_node() -> int:
+    """Returns how many processes of the run have this host's name."""
+    return gather(socket.gethostname()).count(socket.gethostname())
+
+
+def on_every_rank(work: Callable[[], T]) -> T:
+    """Runs `work` on every rank and waits for all ranks.
+
+    Args:
+        work: Function to call.
+
+    Returns:
+        Result of `work` on this rank.
+
+    Raises:
+        Exception: `work` failed on this rank. If it failed on another rank only, an `OSError`, `ValueError` or
+            `RuntimeError` names the first rank that failed, with its error message.
+    """
+    result, error = _attempt_anything(work)
+    _raise_together(error, gather(None if error is None else _describe(error)))
+    assert error is None
+    return result  # type: ignore[return-value]
+
+
+def on_first_rank(work: Callable[[], T]) -> T:
+    """Runs `work` on rank 0 and sends the result to all ranks.
+
+    Args:
+        work: Function to call. Its result must be picklable.
+
+    Returns:
+        Result of `work` on rank 0.
+
+    Raises:
+        Exception: `work` failed; see :func:`on_every_rank`.
+    """
+    result, error = _attempt_anything(work) if is_first_rank() else (None, None)
+    answers = gather((result, None if error is None else _describe(error)))
+    _raise_together(error, [description for _, description in answers])
+    return answers[0][0]  # type: ignore[no-any-return]
+
+
 def _attempt(work: Callable[[], T], errors: tuple[type[Exception], ...]) -> tuple[T | None, Exception | None]:
     try:
         return work(), None
@@ -136,9 +232,31 @@ def _attempt(work: Callable[[], T], errors: tuple[type[Exception], ...]) -> tupl
         return None, error
 
 
-def processes_on_this_node() -> int:
-    """Returns how many processes of the run have this host's name."""
-    return gather(socket.gethostname()).count(socket.gethostname())
+def _attempt_anything(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return _attempt(work, (Exception,))
+    except CheckpointException as error:  # a BaseException whose message holds the tracebacks of all ranks
+        rank, (cause, _) = next(iter(error.failures.items()))
+        kind, message = _describe(cause)
+        return None, kind(f"rank {rank}: {message}")
+
+
+def _describe(error: BaseException) -> tuple[type[Exception], str]:
+    """Returns the closest exception class that can be sent to other processes, and a one-line message."""
+    for kind in _USER_ERRORS:
+        if isinstance(error, kind):
+            text = f"{error.filename}: {error.strerror}" if getattr(error, "filename", None) else str(error)
+            return kind, text
+    return RuntimeError, f"{type(error).__name__}: {error}"
+
+
+def _raise_together(error: Exception | None, descriptions: list[tuple[type[Exception], str] | None]) -> None:
+    if error is not None:
+        raise error
+    for rank, description in enumerate(descriptions):
+        if description is not None:
+            kind, message = description
+            raise kind(f"rank {rank}: {message}")
 
 
 def comes_from_lost_process(error: BaseException) -> bool:

@@ -1,14 +1,25 @@
-"""The choice between plain training, a place for each kind of tensor, and a single alpha."""
+"""The choice between plain training, a place for each kind of tensor, and a single alpha, in the device's memory."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
 
-from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
+from lightning_memo.artifacts.plan import Fingerprint, Plan
+from lightning_memo.artifacts.swap_plan import Schedule, SwapPlan
+from lightning_memo.planner.step_time import steady, step_seconds
+from lightning_memo.utils.units import format_bytes
 
 Seconds = tuple[float, float]
 """Expected seconds of a step by kinds of tensors, and by a single alpha."""
+
+# The rest of the free device memory is left to workspaces of kernels and to what the allocator rounds up and fragments.
+_USABLE_SHARE: Final = 0.96
+# Kept tensors fill the memory that is left then, while allocators fragment.
+_USABLE_SHARE_FOR_KEPT: Final = 0.9
 
 
 def choose_plan(
@@ -45,3 +56,65 @@ def choose_plan(
     fits = not of_alpha.device_excess_bytes or (device_measured and of_alpha.swap.alpha == 0.0)
     kind_seconds, alpha_seconds = slowest((by_kind.step_seconds, of_alpha.step_seconds if fits else math.inf))
     return of_alpha if alpha_seconds < kind_seconds else by_kind
+
+
+def usable_device_bytes(fixed_bytes: int, free_bytes: int) -> int:
+    """Return the device bytes that a plan may use.
+
+    Args:
+        fixed_bytes: Bytes that every plan needs.
+        free_bytes: Free bytes in addition to these.
+    """
+    return fixed_bytes + int(_USABLE_SHARE * free_bytes)
+
+
+def with_spare_device(budget: Budget, costs: LayerCosts) -> Budget:
+    """Reserve a part of the free device memory for fragmentation and workspaces, where tensors are kept.
+
+    Args:
+        budget: All free memory.
+        costs: Costs whose fixed and working bytes every plan needs.
+    """
+    always = costs.fixed_device_bytes + costs.working_bytes(1.0)
+    room = max(budget.device_bytes - always, 0)
+    return replace(budget, device_bytes=budget.device_bytes - room + int(_USABLE_SHARE_FOR_KEPT * room))
+
+
+def plain_plan(
+    costs: LayerCosts, budget: Budget, fingerprint: Fingerprint, schedule: Schedule, slice_tokens: int | None = None
+) -> Plan | None:
+    """A plan that swaps and recomputes nothing.
+
+    Args:
+        costs: Measured costs of all layer calls that are alive at once.
+        budget: Only the device bytes count.
+        fingerprint: Run on which the costs were measured.
+        schedule: Order in which the slices of other plans would run.
+        slice_tokens: Maximum number of tokens of these slices; None for no limit.
+
+    Returns:
+        The plan; None if it does not fit the device.
+    """
+    needed_bytes = costs.fixed_device_bytes + costs.working_bytes(0.0) + costs.skeletal_bytes
+    if needed_bytes > budget.device_bytes:
+        return None
+    swap = SwapPlan(
+        mode="plain",
+        alpha=0.0,
+        schedule=schedule,
+        slice_tokens=slice_tokens,
+        calls=costs.calls,
+        slot_bytes=0,
+        in_flight=costs.in_flight,
+    )
+    return Plan(
+        fingerprint=fingerprint,
+        costs=costs,
+        budget=budget,
+        swap=swap,
+        step_seconds=step_seconds(steady(costs), swap),
+        reason=(
+            f"Device memory is ample: plain training needs {format_bytes(needed_bytes)} of the "
+            f"{format_bytes(budget.device_bytes)} budget, so nothing is swapped or recomputed."
+        ),
+    )

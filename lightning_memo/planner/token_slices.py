@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, replace
 from typing import Final
 
-from lightning_memo.artifacts.compressed_layout import compressed_bytes
+from lightning_memo.artifacts.slot_layouts import compressed_bytes
 from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT, Place
 
 ALIGNMENT_BYTES: Final = 64  # a cache line, which is also enough for every vectorized kernel
@@ -17,38 +16,57 @@ ALIGNMENT_BYTES: Final = 64  # a cache line, which is also enough for every vect
 TILE_TOKENS = 128
 TILED_FROM_TOKENS = 2048
 _MOST_FILLING: Final = compressed_bytes(1, 8)  # a block, for a tensor of a single value
+KEPT: Final[tuple[tuple[str, Place], ...]] = ((INPUT, "swap"), (ATTENTION, "keep"), (ALL, "keep"))
+"""Places of a slice whose tensors stay on the device."""
+SWAPPED: Final[tuple[tuple[str, Place], ...]] = (
+    (INPUT, "swap"),
+    (ATTENTION, "swap"),
+    (ALL, "swap"),
+    ("state", "swap"),
+)
+"""Places of a slice that a single alpha swaps."""
+RECOMPUTED: Final[tuple[tuple[str, Place], ...]] = (
+    (INPUT, "swap"),
+    (ATTENTION, "swap"),
+    ("key", "swap"),
+    ("value", "swap"),
+    ("state", "swap"),
+)
+"""Places of a slice that a single alpha recomputes. Later slices attend to its keys and values."""
 # Kind of a storage plan for each kind of `SavedBytes`.
 _KINDS: Final = {"out": ATTENTION, "lse": ATTENTION, "query": ALL, "key": ALL, "value": ALL, "other": ALL}
-
-
-class Action(Enum):
-    """What happens to the saved activations of a slice between forward and backward."""
-
-    KEEP = "keep"
-    SWAP = "swap"
-    RECOMPUTE = "recompute"
+KINDS: Final = (INPUT, ATTENTION, ALL, *_KINDS, "shared", "state")
+"""All kinds of tensors but matrix products, none of which has such a name."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """Tokens `[start, stop)` of a layer's input and what happens to their activations.
+    """Tokens `[start, stop)` of a layer's input, and where their saved tensors wait for the backward.
 
     Attributes:
         start: First token.
         stop: Token after the last one.
-        action: What happens to the activations, if `places` is None.
-        places: Place of each kind of tensor, where a storage plan decides. Kinds are those of a storage plan, and
-            matrix products by their names.
+        places: Place of each kind of tensor that is stored. Kinds are those of a storage plan, those of `SavedBytes`
+            where they have a place of their own, and matrix products by their names.
     """
 
     start: int
     stop: int
-    action: Action
-    places: tuple[tuple[str, Place], ...] | None = None
+    places: tuple[tuple[str, Place], ...]
 
     @property
     def tokens(self) -> int:
         return self.stop - self.start
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether tensors of these tokens are computed again in the backward."""
+        return self.place(ALL) is None
+
+    @property
+    def has_products(self) -> bool:
+        """Whether outputs of single matrix products are stored."""
+        return any(kind not in KINDS for kind, _ in self.places)
 
     def place(self, kind: str) -> Place | None:
         """Where tensors of a kind are stored; None if they are not.
@@ -56,14 +74,19 @@ class TokenRange:
         Args:
             kind: A kind of `SavedBytes` or of a storage plan, or the name of a matrix product.
         """
-        if self.places is None:
-            return "keep" if self.action is Action.KEEP and kind != INPUT else "swap"
-        kind = _KINDS.get(kind, kind)
-        return next((place for name, place in self.places if name == kind), None)
+        found = next((place for name, place in self.places if name == kind), None)
+        if found is None and kind in _KINDS:
+            return self.place(_KINDS[kind])
+        return found
+
+    @property
+    def spilled(self) -> TokenRange:
+        """The same tokens with the disk in place of the host."""
+        return replace(self, places=tuple((kind, "spill" if place == "swap" else place) for kind, place in self.places))
 
     def gathered(self, shards: int) -> TokenRange:
         """The range that attention sees if each of `shards` processes holds such a range of the layer's input."""
-        return TokenRange(self.start * shards, self.stop * shards, self.action)
+        return replace(self, start=self.start * shards, stop=self.stop * shards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +146,9 @@ def slice_tokens_by_alpha(
     """
     bound = swapped_tokens(tokens, alpha) // multiple * multiple
     ranges = []
-    for start, stop, action in ((0, bound, Action.SWAP), (bound, tokens, Action.RECOMPUTE)):
+    for start, stop, places in ((0, bound, SWAPPED), (bound, tokens, RECOMPUTED)):
         step = max(longest // multiple, 1) * multiple if longest else max(stop - start, 1)
-        ranges += [TokenRange(a, min(a + step, stop), action) for a in range(start, stop, step)]
+        ranges += [TokenRange(a, min(a + step, stop), places) for a in range(start, stop, step)]
     return tuple(ranges)
 
 
@@ -146,13 +169,10 @@ def slot_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[TokenR
     whole = schedule == "nest" or len(slices) == 1
     total = 0
     for item in saved:
-        if item.kind == "input" or (item.kind == "lse" and len(slices) == 1):
-            total += in_slot(item, slices[-1].stop, tokens)
-            continue
         total += sum(
             in_slot(item, part.tokens, tokens)
             for n, part in enumerate(slices)
-            if _is_stored(item.kind, part.action, whole, last=n == len(slices) - 1)
+            if _is_stored(item.kind, part, whole, last=n == len(slices) - 1)
         )
     return total
 
@@ -171,7 +191,7 @@ def slice_slot_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[
     def size(part_tokens: int, swapped: bool) -> int:
         return sum(in_slot(item, part_tokens, tokens) for item in saved if swapped or item.kind in always)
 
-    return [size(part.tokens, part.action is Action.SWAP) for part in slices]
+    return [size(part.tokens, not part.recomputes) for part in slices]
 
 
 def share(item: SavedBytes, part_tokens: int, tokens: int) -> int:
@@ -187,12 +207,10 @@ def in_slot(item: SavedBytes, part_tokens: int, tokens: int) -> int:
     return aligned(-(-item.swapped_bytes * part_tokens // tokens) + _MOST_FILLING)
 
 
-def _is_stored(kind: str, action: Action, whole: bool, last: bool) -> bool:
-    if action is Action.KEEP:
+def _is_stored(kind: str, part: TokenRange, whole: bool, last: bool) -> bool:
+    """Return whether a slice stores tensors of a kind in the slot of its layer call."""
+    if kind == "state" and whole:
         return False
-    if kind == "state":
-        return not whole
-    if kind in ("out", "lse") or action is Action.SWAP:
-        return True
-    # Later slices attend to the keys and values of a recomputed one.
-    return kind in ("key", "value") and not whole and not last
+    if part.recomputes and kind in ("key", "value") and (whole or last):  # no later slice attends to them
+        return False
+    return part.place(kind) == "swap"

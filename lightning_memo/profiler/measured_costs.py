@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +18,17 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint
-from lightning_memo.artifacts.spill_layout import SpillLayout
+from lightning_memo.artifacts.slot_layouts import SpillLayout, compressed_bytes
 from lightning_memo.artifacts.tensor_kind_costs import CallCosts, Product
 from lightning_memo.config import MemoConfig
-from lightning_memo.engine.copies.copy_streams import make_copy_stream, use_device
+from lightning_memo.engine.copy_streams import make_copy_stream, use_device
 from lightning_memo.engine.layers.step_profile import CallProfile, StepProfile
+from lightning_memo.engine.memory.compressed_values import CompressedValues
 from lightning_memo.engine.memory.host_arena import HostArena
 from lightning_memo.engine.memory.spill import Spill
 from lightning_memo.engine.memory.spill_file import free_disk_bytes
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
-from lightning_memo.planner.device_budget import usable_device_bytes
-from lightning_memo.profiler.compression_speed import compression_speed
+from lightning_memo.planner.choose_plan import usable_device_bytes
 from lightning_memo.profiler.machine import free_device_bytes, measure_copy_bandwidth
 from lightning_memo.profiler.memory_meter import WorkingSet
 from lightning_memo.utils.free_host_memory import available_host_bytes
@@ -39,6 +41,9 @@ _USABLE_HOST_SHARE = 0.9
 _USABLE_DISK_SHARE = 0.9
 # Kinds of tensors that a slice recomputes if it is not swapped.
 _RECOMPUTED = ("query", "key", "value", "other")
+_COMPRESSED: Final = {"cuda": 2**24, "cpu": 2**19}  # enough for a GPU to outweigh the launches of kernels
+_LEAST_COMPRESSED: Final = 2**16
+_COMPRESSION_RUNS: Final = 3
 
 
 def measured_layer_costs(
@@ -97,7 +102,7 @@ def _with_compression(costs: LayerCosts, profile: StepProfile, device: torch.dev
     calls = profile.in_order()
     if not any(call.compressible_bytes for call in calls):
         return costs
-    compress, restore = compression_speed(device)
+    compress, restore = _compression_speed(device)
     sizes = [call.compressible_bytes * call.tokens // call.slice_tokens for call in calls]
     return replace(
         costs,
@@ -107,6 +112,48 @@ def _with_compression(costs: LayerCosts, profile: StepProfile, device: torch.dev
         # What one operation reads is restored at once.
         backward_device_bytes=costs.backward_device_bytes + profile.most_read_bytes,
     )
+
+
+def _compression_speed(device: torch.device) -> tuple[float, float]:
+    """Return the bytes of bf16 that a device compresses per second, and that it restores.
+
+    The kernels read and write memory, and do little else: the bytes of other types take about as long.
+
+    Args:
+        device: The device.
+    """
+    values, memory = _values_to_compress(_COMPRESSED[device.type], device)
+    compressed = CompressedValues(memory, len(values), values.dtype)
+    compress, restore = (_shortest_run(run, device) for run in (lambda: compressed.write(values), compressed.read))
+    return values.nbytes / compress, values.nbytes / restore
+
+
+def _values_to_compress(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return values, and memory for them compressed: the step may have left little of the device."""
+    try:
+        values = torch.ones(count, dtype=torch.bfloat16, device=device)
+        return values, torch.empty(compressed_bytes(count, values.itemsize), dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        if count <= _LEAST_COMPRESSED:
+            raise
+    return _values_to_compress(count // 4, device)
+
+
+def _shortest_run(run: Callable[[], object], device: torch.device) -> float:
+    """Return the shortest duration of some runs, the first of which warms up."""
+    times = []
+    for _ in range(_COMPRESSION_RUNS + 1):
+        _synchronize(device)
+        begin = time.perf_counter()
+        run()
+        _synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def measured_call_costs(profile: StepProfile, costs: LayerCosts) -> list[CallCosts]:
@@ -200,7 +247,7 @@ def disk_bandwidth(folder: Path, device: torch.device, size_bytes: int) -> tuple
         spill.write(going, 0).synchronize()
 
     def read() -> None:
-        spill.read(coming, sizes.region_bytes, ()).synchronize()
+        spill.read(coming, sizes.region_bytes, None).synchronize()
 
     try:
         start = functools.partial(use_device, device)

@@ -2,98 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import ClassVar, Final, NamedTuple
 
 import torch
-from torch.autograd.profiler import profile
 
-_ALLOCATION: Final = torch._C._profiler._EventType.Allocation
-# Training has no events of this scope. A recorded event that ends after the profiler, like a collective that is still
-# under way (of USER_SCOPE) when it is stopped, writes its end time into freed memory: PyTorch does not check for it.
-_SCOPE_WITHOUT_EVENTS: Final = torch._C._profiler.RecordScope.STATIC_RUNTIME_MODEL
-
-
-class AllocationRequest(NamedTuple):
-    """An allocation on the CPU, or a free.
-
-    Attributes:
-        time_ns: Time in nanoseconds of the system's clock.
-        address: Address of the memory.
-        size_bytes: Size of the allocation; negative for a free.
-    """
-
-    time_ns: int
-    address: int
-    size_bytes: int
-
-
-class AllocationRecorder:
-    """Records the CPU allocations of the calling thread and of autograd's backward with PyTorch's profiler.
-
-    The profiler records memory only, not operations, and slows them little: a step of many tiny operations takes a
-    tenth longer. Its events are kept in memory until `stop`.
-
-    Args:
-        gives_way: Whether this recorder ends without a result when another one starts, which otherwise could not.
-
-    Raises:
-        RuntimeError: Another profiler is running.
-    """
-
-    _giving_way: ClassVar[AllocationRecorder | None] = None
-
-    def __init__(self, gives_way: bool = False) -> None:
-        if AllocationRecorder._giving_way is not None:
-            AllocationRecorder._giving_way._end()
-        if torch.autograd.profiler._is_profiler_enabled or torch._C._autograd._profiler_enabled():
-            raise RuntimeError("peak memory can't be measured while another profiler runs: turn that one off")
-        # Read when a process profiles for the first time. It silences two lines of log per measured step.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-        settings, activities = profile(profile_memory=True).config(), {torch.profiler.ProfilerActivity.CPU}
-        torch._C._autograd._prepare_profiler(settings, activities)
-        torch._C._autograd._enable_profiler(settings, activities, {_SCOPE_WITHOUT_EVENTS})
-        self._gave_way = False
-        if gives_way:
-            AllocationRecorder._giving_way = self
-        # A process that ends while the profiler runs would be killed by SIGSEGV: the profiler uses objects of its own
-        # that are gone by then.
-        atexit.register(self._end)
-
-    def _end(self) -> None:
-        with contextlib.suppress(RuntimeError):  # another profiler has ended this one
-            self.stop()
-
-    def stop(self) -> list[AllocationRequest]:
-        """Return the requests since the start, in the order of time.
-
-        Raises:
-            RuntimeError: Another profiler was started in the meantime, which ended this one.
-        """
-        atexit.unregister(self._end)
-        if self._gave_way:
-            raise RuntimeError("peak memory was not measured: another measurement was started in the meantime")
-        if AllocationRecorder._giving_way is self:
-            AllocationRecorder._giving_way, self._gave_way = None, True
-        if torch.autograd.profiler._is_profiler_enabled or not torch._C._autograd._profiler_enabled():
-            raise RuntimeError(
-                "peak memory was not measured: another profiler was started in the meantime, turn it off"
-            )
-        requests = []
-        waiting = list(torch._C._autograd._disable_profiler().experimental_event_tree())
-        while waiting:
-            event = waiting.pop()
-            waiting.extend(event.children)
-            tag, allocation = event.typed
-            if tag == _ALLOCATION and allocation.device.type == "cpu":
-                requests.append(AllocationRequest(event.start_time_ns, allocation.ptr, allocation.alloc_size))
-        return sorted(requests, key=lambda request: request.time_ns)
+from lightning_memo.profiler.allocation_recorder import AllocationRecorder, AllocationRequest, Precedence
 
 
 class PeakMeter:
@@ -163,19 +79,19 @@ class WorkingSetMeter:
 
     Args:
         device: A CPU or a CUDA device.
-        gives_way: Whether, on a CPU, this meter ends without a result when another measurement starts.
+        precedence: Which other measurements this one gives way to on a CPU; it ends without a result then.
 
     Raises:
         ValueError: The device is neither a CPU nor a CUDA device.
         RuntimeError: On a CPU, another profiler is running.
     """
 
-    def __init__(self, device: torch.device, gives_way: bool = False) -> None:
+    def __init__(self, device: torch.device, precedence: Precedence = Precedence.BLOCK) -> None:
         _check_device(device)
         self._device = device
         self._times = StepTimes()
         self._levels: dict[str, int] = {}  # on CUDA: peaks by phase, and the level at the end of the backward
-        self._recorder = AllocationRecorder(gives_way) if device.type == "cpu" else None
+        self._recorder = AllocationRecorder(precedence) if device.type == "cpu" else None
         if self._recorder is None:
             self._entry_bytes = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)

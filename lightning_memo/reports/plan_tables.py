@@ -1,20 +1,27 @@
-"""Tables of a plan."""
+"""Tables of a plan: bytes of layer calls and kinds of tensors by their place, and the resources that limit the plan."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Final
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.reports.storage_tables import call_bytes, kinds_table, resources_table
+from lightning_memo.artifacts.storage_plan import CallPlan, StoragePlan
+from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT, PLACES, CallCosts, Place, StorageCosts
+from lightning_memo.planner.plan_storage_kinds import ResourceSensitivity, resource_sensitivities
 from lightning_memo.utils.units import format_bytes, format_seconds
 
 _MOST_CALLS: Final = 8  # layer calls named in a line
 _MOST_RANGES: Final = 3  # ranges of layer calls named in a cell
+_MOVED_AND_KEPT: tuple[tuple[Place, ...], ...] = (("swap", "spill"), ("keep",))
+_PLACES: dict[Place, str] = {"keep": "kept", "swap": "swapped", "spill": "on the disk"}
+_NAMES = {INPUT: "layer input", ATTENTION: "attention output", ALL: "everything else"}
 
 
 def plan_tables(plan: Plan) -> list[Table]:
@@ -26,7 +33,7 @@ def plan_tables(plan: Plan) -> list[Table]:
     storage, costs = plan.swap.storage, plan.storage_costs
     if storage is None or costs is None:
         return [plan_table(plan)]
-    return [plan_table(plan), kinds_table(storage, costs), resources_table(storage)]
+    return [plan_table(plan), _kinds_table(storage, costs), _resources_table(storage)]
 
 
 def plan_table(plan: Plan) -> Table:
@@ -79,11 +86,32 @@ def _moved_again_kept(plan: Plan, call: int) -> tuple[int, int, int]:
     costs, swap, storage = plan.costs, plan.swap, plan.swap.storage
     if storage is not None and plan.storage_costs is not None:
         number = storage.call_classes[call]
-        return call_bytes(plan.storage_costs.classes[number], storage.calls[number], storage.tokens)
+        return _stored_call_bytes(plan.storage_costs.classes[number], storage.calls[number], storage.tokens)
     if swap.mode == "plain":
         return costs.input_bytes[call] + costs.attention_bytes[call] + costs.other_bytes[call], 0, 0
     alpha = swap.alpha_of(call)
     return costs.swapped_bytes(call, alpha), costs.other_bytes[call] - math.ceil(alpha * costs.other_bytes[call]), 0
+
+
+def _stored_call_bytes(call: CallCosts, stored: CallPlan, tokens: int) -> tuple[int, int, int]:
+    """Bytes that a layer call swaps (to host and disk), recomputes and keeps, without the alignment of slots.
+
+    Args:
+        call: Costs of the call.
+        stored: Plan of the call.
+        tokens: Tokens of the call.
+    """
+    moved, kept = (
+        sum(
+            -(-size * stored.tokens(kind, place) // tokens)
+            for place in places
+            for kind, size in zip(call.kinds, call.sizes_in(place), strict=True)
+        )
+        for places in _MOVED_AND_KEPT
+    )
+    whole = dict(zip((INPUT, ATTENTION, ALL), call.sizes, strict=False))
+    again = sum(size * (tokens - stored.tokens(kind)) // tokens for kind, size in whole.items())
+    return moved, again, kept
 
 
 def _cells(sizes: Iterable[int]) -> list[str]:
@@ -142,3 +170,74 @@ def _disk(plan: Plan) -> list[str]:
     shown = ", ".join(calls if len(calls) <= _MOST_CALLS else [*calls[:_MOST_CALLS], "..."])
     which = f"layer calls {shown} ({len(calls)} of the {swap.swapped_calls} swapped)" if calls else "not needed"
     return [f"disk    needs {format_bytes(swap.spill_bytes)}, budget {format_bytes(available)}: {which}"]
+
+
+def _kinds_table(plan: StoragePlan, costs: StorageCosts) -> Table:
+    """Make a table of the shares of the tokens for which each kind of tensor is kept, swapped or recomputed.
+
+    Swapped tensors are on the host. If the plan spills, a further column shows the share on the disk.
+
+    Args:
+        plan: The storage plan.
+        costs: Costs that the plan was made from.
+    """
+    table = Table(
+        title="Kinds of tensors, in shares of the tokens",
+        caption="The last two layer calls keep on the device what other calls of their class swap."
+        if costs.leaving_calls < costs.calls
+        else None,
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    table.add_column("layer calls")
+    table.add_column("kind")
+    places = [place for place in PLACES if place != "spill" or _spills(plan)]
+    for name in ("size", *(_PLACES[place] for place in places), "recomputed"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, (call, stored) in enumerate(zip(costs.classes, plan.calls, strict=True)):
+        label = _numbers_text([n for n, of in enumerate(costs.call_classes) if of == number])
+        for kind, size, moved in zip(call.kinds, call.sizes, call.sizes_in("swap"), strict=True):
+            shares = _shares(kind, stored, plan.tokens, places)
+            text = format_bytes(size) + (f", {format_bytes(moved)} in fp8" if moved != size else "")
+            table.add_row(label, _NAMES.get(kind, f"  of it {kind}"), text, *shares)
+            label = ""
+    return table
+
+
+def _spills(plan: StoragePlan) -> bool:
+    return any(r.place == "spill" for call in plan.calls for r in call.ranges)
+
+
+def _shares(kind: str, stored: CallPlan, tokens: int, places: Sequence[Place]) -> list[str]:
+    there = stored.tokens(kind)
+    if kind not in (INPUT, ATTENTION, ALL):
+        there += stored.tokens(ALL)  # the products of these tokens are stored, too
+    held = [stored.tokens(kind, place) for place in places]
+    return [f"{count / tokens:.0%}" if count else "-" for count in (*held, tokens - there)]
+
+
+def _numbers_text(numbers: Iterable[int]) -> str:
+    """Write ascending numbers as text: "0-3, 6"."""
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def _resources_table(plan: StoragePlan) -> Table:
+    """Make a table of the resources, and how much time one more GiB or GB/s of each would save.
+
+    Args:
+        plan: A plan with the prices of its linear program.
+    """
+    table = Table(title="Gain from more of each resource", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("resource")
+    for name in ("budget", "used", "1 more saves up to"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in resource_sensitivities(plan):
+        table.add_row(row.resource, *_resource_cells(row))
+    return table
+
+
+def _resource_cells(row: ResourceSensitivity) -> Sequence[str]:
+    used = "" if row.used is None else f"{row.used:.4g} {row.unit}"
+    gain = f"{format_seconds(row.seconds)} ({row.percent:.1f} %)" if row.binds else "-"
+    return f"{row.limit:.4g} {row.unit}", used, gain

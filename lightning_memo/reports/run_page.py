@@ -21,7 +21,6 @@ _TEMPLATE: Final = Path(__file__).with_name("run_page.html")
 _COLUMNS: Final = 110
 _COLORS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
 """Colors that color-blind people can distinguish."""
-
 Points = Sequence[tuple[int, float]]
 """Optimizer steps and the values that were logged there."""
 
@@ -90,8 +89,10 @@ def curve_svg(title: str, lines: Mapping[str, Points]) -> str:
     axes = figure.add_subplot()
     for (name, points), color in zip(lines.items(), _COLORS, strict=False):
         steps, values = zip(*points, strict=True) if points else ((), ())
-        axes.plot(steps, values, color=color, label=name, marker="o" if len(points) < 12 else None, markersize=3)
-    axes.set_title(title, fontsize=11)
+        axes.plot(
+            steps, values, color=color, label=literal(name), marker="o" if len(points) < 12 else None, markersize=3
+        )
+    axes.set_title(literal(title), fontsize=11)
     axes.set_xlabel("optimizer step")
     axes.locator_params(axis="x", integer=True)
     axes.grid(visible=True, alpha=0.3)
@@ -124,3 +125,8 @@ def _text(table: Table) -> str:
     console.print(table)
     assert isinstance(console.file, io.StringIO)
     return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())
+
+
+def literal(text: str) -> str:
+    """Return text for matplotlib in which dollar signs stand for themselves and begin no formula."""
+    return text.replace("$", r"\$")

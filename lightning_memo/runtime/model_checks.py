@@ -13,8 +13,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_memo.engine.forward.refuse_checkpointing import TURN_IT_OFF
-from lightning_memo.engine.fp8_modules.global_state import engine_modules, is_in_fp8
-from lightning_memo.engine.fp8_modules.supported_fp8 import FP8_WEIGHTS, UNSUPPORTED, is_norm, refused_beside
+from lightning_memo.engine.fp8_modules import FP8_WEIGHTS, UNSUPPORTED, is_norm, refused_beside
+from lightning_memo.engine.fp8_state import engine_modules, is_in_fp8
+from lightning_memo.engine.modules.layer_forward import LayerForward
 from lightning_memo.parallel.zero.zero_sharding import gathers_itself
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face, find_stacks, select_stacks
@@ -37,6 +38,20 @@ def refuse_gradient_checkpointing(model: nn.Module, layers: Iterable[nn.Module])
         if isinstance(module, CheckpointWrapper):
             inner = class_name(module._checkpoint_wrapped_module)
             raise ValueError(f"activation checkpointing is wrapped around {inner} (CheckpointWrapper): {TURN_IT_OFF}")
+
+
+def refuse_attached(layers: Iterable[nn.Module]) -> None:
+    """Refuse layers that another engine runs.
+
+    Raises:
+        ValueError: A strategy or a loop has the model, and has not ended.
+    """
+    for layer in layers:
+        if isinstance(vars(layer).get("forward"), LayerForward):
+            raise ValueError(
+                f"another MemoLoop, MemoCallback or MemoStrategy runs the {class_name(layer)} modules of this model: "
+                "leave its context, or end its training, before this one begins"
+            )
 
 
 def refuse_scripted_modules(layers: Iterable[nn.Module]) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from importlib import metadata
 from pathlib import Path
 from typing import Literal, cast
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from packaging.requirements import Requirement
 from torch import nn
 
-from lightning_memo.artifacts.compressed_layout import SwapPrecision
+from lightning_memo.artifacts.slot_layouts import SwapPrecision
 from lightning_memo.artifacts.swap_plan import Attention, HostBacked
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine, RequestedSettings, TestMode, TokenSharing
@@ -18,15 +22,17 @@ from lightning_memo.profiler.measured_costs import host_budget
 from lightning_memo.runtime.model_checks import (
     announce_fused_loss,
     announce_other_stacks,
+    refuse_attached,
     refuse_fsdp1,
     refuse_gradient_checkpointing,
     refuse_scripted_modules,
     refuse_sharded_parts,
     warn_of_uncompiled,
 )
-from lightning_memo.runtime.tested_versions import warn_of_untested_versions
-from lightning_memo.runtime.training_run_protocol import ProcessesOfRun
+from lightning_memo.runtime.training_run import ProcessesOfRun
 from lightning_memo.utils.find_layers import select_stacks
+
+_PACKAGE = "lightning-memo"
 
 
 def check_machine(config: MemoConfig) -> None:
@@ -69,6 +75,7 @@ def start_engine(
     layers = [layer for stack in stacks for layer in stack.layers]
     if trains and config.layers is None:
         announce_other_stacks(model, config.one_stack)
+    refuse_attached(layers)
     refuse_gradient_checkpointing(model, layers)
     refuse_scripted_modules(layers)
     refuse_sharded_parts(layers)
@@ -103,9 +110,40 @@ def _requested(config: MemoConfig, stacks: int, on_this_node: int, test_mode: Te
         stacks=stacks,
         spill_path=None if config.spill_path is None else Path(config.spill_path),
         test_mode=test_mode,
-        check_restored=config.check_restored,
         check_slices=config.check_slices,
         swap_precision=cast(SwapPrecision, config.swap_precision),
         why_not_fp8=config.why_not_fp8,
         host_limit=lambda: host_budget(config, 0, on_this_node),
     )
+
+
+def warn_of_untested_versions() -> None:
+    """Warn of each library whose installed version is not one that the requirements of this package allow.
+
+    pip installs allowed versions only, but later commands may replace them.
+    """
+    for requirement, version in untested_versions():
+        rank_zero_warn(
+            f"{requirement.name} {version} was not tested with lightning_memo, which uses parts of it that may "
+            f'change between versions: if training fails, pip install "{requirement}"'
+        )
+
+
+@functools.cache  # reading the metadata of all libraries takes as long as several steps of a small model
+def untested_versions() -> list[tuple[Requirement, str]]:
+    """Return the libraries whose installed versions the requirements of this package do not allow."""
+    try:
+        lines = metadata.requires(_PACKAGE) or []
+    except metadata.PackageNotFoundError:  # these are sources that are not installed
+        return []
+    found = []
+    for requirement in map(Requirement, lines):
+        if requirement.marker is not None:  # of an extra
+            continue
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:  # parts of this package need it, which say so
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            found.append((requirement, version))
+    return found

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memo.engine.fp8_modules.module_scales import Fp8State
+from lightning_memo.engine.fp8_state import Fp8State
 from lightning_memo.engine.state.held_values import Held
 from lightning_memo.engine.state.mutated_buffers import same_bytes
 from lightning_memo.engine.state.other_generators import OtherGenerators

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from typing import Final, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -14,20 +14,20 @@ from torch import Tensor, nn
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
+from lightning_memo.engine.slices.recomputation import NEVER_DIFFERENTIATED
 from lightning_memo.loss.attach_loss import attach_chunked_loss
+from lightning_memo.parallel.local_tensors import explaining_divided_gradients, explaining_mixed_tensors
 from lightning_memo.parallel.parallel_sizes import ParallelSizes
 from lightning_memo.parallel.ranks import Ranks
-from lightning_memo.parallel.tensor.mixed_tensors import explaining_divided_gradients, explaining_mixed_tensors
-from lightning_memo.runtime.activation_plans.activation_planner import ActivationPlanner
-from lightning_memo.runtime.device_memory_watch import DeviceMemoryWatch
-from lightning_memo.runtime.earlier_graphs import explaining_earlier_graphs
-from lightning_memo.runtime.host_memory_watch import HostMemoryWatch
-from lightning_memo.runtime.memory_plans.memory_planner import MemoryPlanner
-from lightning_memo.runtime.out_of_memory import OutOfMemoryRetry
-from lightning_memo.runtime.shorter_slices import ShorterSlices
-from lightning_memo.runtime.training_run_protocol import ProcessesOfRun, TrainingRun
+from lightning_memo.runtime.activation_planner import ActivationPlanner
+from lightning_memo.runtime.memory_planner import MemoryPlanner
+from lightning_memo.runtime.memory_watch import DeviceMemoryWatch, HostMemoryWatch
+from lightning_memo.runtime.out_of_memory import OutOfMemoryRetry, ShorterSlices
+from lightning_memo.runtime.training_run import ProcessesOfRun, TrainingRun
 
 T = TypeVar("T")
+
+_SIGNS: Final = ("Trying to backward through the graph a second time", NEVER_DIFFERENTIATED)
 
 
 class TrainingRuntime:
@@ -57,9 +57,7 @@ class TrainingRuntime:
         self._attached = contextlib.ExitStack()
         self._run = run
         sizes = ParallelSizes() if processes is None else processes.sizes
-        self._explained = functools.partial(
-            explaining_mixed_tensors, sizes.tensor > 1, sizes.shards > 1, config.loss_parallel
-        )
+        self._explained = functools.partial(explaining_mixed_tensors, sizes.tensor > 1, sizes.shards > 1)
         self._planner = ActivationPlanner(engine, config, Ranks() if processes is None else processes.ranks, run)
         self.memory = MemoryPlanner(engine, self._planner, run) if config.plan_memory else None
         slices = ShorterSlices(engine, config, alone)
@@ -172,8 +170,10 @@ class TrainingRuntime:
             self._device.end_batch()
 
     def fail(self) -> None:
-        """Stop all measurements after an exception."""
+        """Stop all measurements, as after an exception."""
         self._planner.fail()
+        if self.memory is not None:
+            self.memory.fail()
         if self._device is not None:
             self._device.fail()
 
@@ -193,6 +193,29 @@ class TrainingRuntime:
         Args:
             model: The trained model, whose gradients leave the arena.
         """
+        self.fail()  # a batch that has no end is measured still
         self.end_training(model)
+        self._retry.close()
         self.engine.detach()
         self._attached.close()
+
+
+@contextlib.contextmanager
+def explaining_earlier_graphs() -> Iterator[None]:
+    """Inside, PyTorch's error about a graph that a backward has already used becomes one line.
+
+    A probe finds layers that keep tensors elsewhere, but not those that begin to do so in a later step.
+
+    Raises:
+        ValueError: The loss depends on tensors of an earlier forward, or of a recomputation.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(sign in str(error) for sign in _SIGNS):
+            raise
+        raise ValueError(
+            "the loss depends on tensors of an earlier forward, or of a layer that ran again in a backward: if a layer "
+            "keeps tensors outside of its modules, arguments and return value (in a global list, for example), let it "
+            "return them, or keep them in attributes of its modules; detach() what is kept from one step to the next"
+        ) from error

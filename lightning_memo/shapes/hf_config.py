@@ -1,20 +1,45 @@
-"""Reads model shapes from Hugging Face configurations without importing transformers."""
+"""Reads model shapes from Hugging Face configurations, which name sizes by model family, without transformers."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_memo.shapes.attention_widths import LatentAttention
-from lightning_memo.shapes.config_sizes import config_size, flag_of, given, is_size
-from lightning_memo.shapes.expert_layer import ExpertLayer, RouterKind
-from lightning_memo.shapes.layer_parts import with_parts
-from lightning_memo.shapes.model_shape import Kernels, ModelShape
+from lightning_memo.shapes.model_shape import ExpertLayer, Kernels, LatentAttention, ModelShape, RouterKind
 
 _FILE: Final = "config.json"
+
+_WINDOW, _FULL = "sliding_attention", "full_attention"
+_KNOWN: Final = {_WINDOW, _FULL}
+
+_NAMES: Final = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model", "n_embed"),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim",),
+    "vocab": ("vocab_size",),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "active_experts": ("num_experts_per_tok",),
+    "expert_ffn": ("moe_intermediate_size",),
+    "shared_ffn": ("shared_expert_intermediate_size",),
+    "shared_experts": ("n_shared_experts",),
+    "ffn_of_hidden": ("expansion_ratio",),
+    "query_rank": ("q_lora_rank",),
+    "kv_rank": ("kv_lora_rank",),
+    "rotated": ("qk_rope_head_dim",),
+    "unrotated": ("qk_nope_head_dim",),
+    "value": ("v_head_dim",),
+}
+"""Names that configurations of different model families use for the same size."""
+_MOST: Final = {"layers": 2**13, "heads": 2**16, "kv_heads": 2**16, "head_dim": 2**16}
+_MOST_OF_OTHERS: Final = 2**24
+"""Maximum of the other sizes, far beyond any model. Larger sizes would exhaust memory and time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,30 +159,30 @@ def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
         raise ValueError(
             f"model_type={str(model_type)[:40]!r} is not supported; supported are {', '.join(sorted(_FAMILIES))}"
         )
-    hidden, heads = config_size(config, "hidden"), config_size(config, "heads")
+    hidden, heads = _config_size(config, "hidden"), _config_size(config, "heads")
     latent = _latent(config) if family.latent else None
-    if latent is None and family.head_dim is None and given(config, "head_dim") is None and hidden % heads:
+    if latent is None and family.head_dim is None and _given(config, "head_dim") is None and hidden % heads:
         raise ValueError(f"the hidden size {hidden} is not a multiple of the {heads} heads, and head_dim is missing")
     head_dim = family.head_dim or hidden // heads
     shape = ModelShape(
         name=name,
-        layers=config_size(config, "layers"),
+        layers=_config_size(config, "layers"),
         hidden=hidden,
         ffn=_ffn(config, family, hidden),
         heads=heads,
         kv_heads=heads if latent else _kv_heads(config, family, heads),
-        head_dim=latent.unrotated + latent.rotated if latent else config_size(config, "head_dim", head_dim),
-        vocab=config_size(config, "vocab"),
+        head_dim=latent.unrotated + latent.rotated if latent else _config_size(config, "head_dim", head_dim),
+        vocab=_config_size(config, "vocab"),
         gated=family.gated,
-        tied=flag_of(config, "tie_word_embeddings", family.tied),
-        experts=config_size(config, "experts") if family.router else 1,
-        active_experts=config_size(config, "active_experts") if family.router else 1,
+        tied=_flag_of(config, "tie_word_embeddings", family.tied),
+        experts=_config_size(config, "experts") if family.router else 1,
+        active_experts=_config_size(config, "active_experts") if family.router else 1,
         expert_layer=_expert_layer(config, family),
         latent=latent,
         window=_window(config, family),
         kernels=_kernels(config, family),
     )
-    return with_parts(shape, config, family.dense_first, family.alternates)
+    return _with_parts(shape, config, family.dense_first, family.alternates)
 
 
 def _expert_layer(config: Mapping[str, Any], family: _Family) -> ExpertLayer:
@@ -166,7 +191,7 @@ def _expert_layer(config: Mapping[str, Any], family: _Family) -> ExpertLayer:
     always = family.router in ("softmax_fp32", "sigmoid")
     return ExpertLayer(
         router=family.router,
-        normalized=flag_of(config, "norm_topk_prob", always) or family.router == "softmax_fp32",
+        normalized=_flag_of(config, "norm_topk_prob", always) or family.router == "softmax_fp32",
         groups=config.get("n_group") or 1,
         chosen_groups=config.get("topk_group") or 1,
         shared_ffn=_shared_ffn(config),
@@ -175,10 +200,10 @@ def _expert_layer(config: Mapping[str, Any], family: _Family) -> ExpertLayer:
 
 
 def _shared_ffn(config: Mapping[str, Any]) -> int:
-    if given(config, "shared_ffn") is not None:
-        return config_size(config, "shared_ffn")
+    if _given(config, "shared_ffn") is not None:
+        return _config_size(config, "shared_ffn")
     return (
-        config_size(config, "shared_experts") * config_size(config, "expert_ffn")
+        _config_size(config, "shared_experts") * _config_size(config, "expert_ffn")
         if config.get("n_shared_experts")
         else 0
     )
@@ -186,31 +211,31 @@ def _shared_ffn(config: Mapping[str, Any]) -> int:
 
 def _latent(config: Mapping[str, Any]) -> LatentAttention:
     return LatentAttention(
-        query_rank=config_size(config, "query_rank") if config.get("q_lora_rank") is not None else 0,
-        kv_rank=config_size(config, "kv_rank"),
-        rotated=config_size(config, "rotated"),
-        unrotated=config_size(config, "unrotated"),
-        value=config_size(config, "value"),
+        query_rank=_config_size(config, "query_rank") if config.get("q_lora_rank") is not None else 0,
+        kv_rank=_config_size(config, "kv_rank"),
+        rotated=_config_size(config, "rotated"),
+        unrotated=_config_size(config, "unrotated"),
+        value=_config_size(config, "value"),
     )
 
 
 def _ffn(config: Mapping[str, Any], family: _Family, hidden: int) -> int:
-    if family.router and given(config, "expert_ffn") is not None:
-        return config_size(config, "expert_ffn")
-    times = config_size(config, "ffn_of_hidden", family.ffn_of_hidden) if family.ffn_of_hidden else 0
-    return config_size(config, "ffn", times * hidden or None)
+    if family.router and _given(config, "expert_ffn") is not None:
+        return _config_size(config, "expert_ffn")
+    times = _config_size(config, "ffn_of_hidden", family.ffn_of_hidden) if family.ffn_of_hidden else 0
+    return _config_size(config, "ffn", times * hidden or None)
 
 
 def _kv_heads(config: Mapping[str, Any], family: _Family, heads: int) -> int:
     if family.one_kv_head and not config.get("new_decoder_architecture"):
-        return 1 if flag_of(config, "multi_query", True) else heads
-    return config_size(config, "kv_heads", heads)
+        return 1 if _flag_of(config, "multi_query", True) else heads
+    return _config_size(config, "kv_heads", heads)
 
 
 def _kernels(config: Mapping[str, Any], family: _Family) -> Kernels:
     if family.kernels == "llama" and config.get("use_qk_norm"):
         return "qwen3"
-    one_after_the_other = not flag_of(config, "use_parallel_residual", True)
+    one_after_the_other = not _flag_of(config, "use_parallel_residual", True)
     return "gpt_neox" if family.kernels == "gpt_neox_parallel" and one_after_the_other else family.kernels
 
 
@@ -220,6 +245,104 @@ def _window(config: Mapping[str, Any], family: _Family) -> int | None:
     window = config.get("sliding_window", family.window)
     if window is None:
         return None
-    if not is_size(window):
+    if not _is_size(window):
         raise ValueError(f"sliding_window={str(window)[:40]!r} is not a number of keys: give 1 or more, or null")
     return int(window)
+
+
+def _with_parts(shape: ModelShape, config: Mapping[str, Any], dense_first: int, alternates: bool) -> ModelShape:
+    """Return the shape with its parts, if its layers differ.
+
+    Args:
+        shape: Shape whose layers all have experts, if any, and a window, if any.
+        config: Content of `config.json`.
+        dense_first: Number of layers without experts before the others, if the configuration does not specify it.
+        alternates: Whether every second layer has no window, if the configuration does not specify it.
+
+    Raises:
+        ValueError: A layer has a type that is not known, or a list of layers is not one. The message is one line.
+    """
+    windows = [None if kind == _FULL else shape.window for kind in _types(config, shape, alternates)]
+    dense = _without_experts(config, shape, dense_first)
+    dense_ffn = _config_size(config, "ffn") if dense else 0
+    parts = []
+    for (window, is_dense), members in groupby(range(shape.layers), lambda n: (windows[n], n in dense)):
+        part = replace(shape, layers=len(list(members)), window=window)
+        if is_dense:
+            part = replace(part, experts=1, active_experts=1, expert_layer=ExpertLayer(), ffn=dense_ffn)
+        parts.append(part)
+    if len(parts) == 1:
+        return parts[0]
+    return replace(shape, window=None if None in windows else shape.window, parts=tuple(parts))
+
+
+def _types(config: Mapping[str, Any], shape: ModelShape, alternates: bool) -> Sequence[str]:
+    """Type of each layer."""
+    given = config.get("layer_types") or ()
+    if not isinstance(given, (list, tuple)):
+        raise ValueError(f"layer_types is {str(given)[:40]!r}, but must be a list with the type of each layer")
+    types = [str(each) for each in given]
+    if not types:
+        return [_FULL if alternates and number % 2 else _WINDOW for number in range(shape.layers)]
+    if len(types) != shape.layers:
+        raise ValueError(f"layer_types has {len(types)} entries, but must have one for each of {shape.layers} layers")
+    if unknown := sorted(set(types) - _KNOWN):
+        raise ValueError(
+            f"layers of type {', '.join(unknown)[:80]} are not estimated; layer_types may have {_WINDOW} and {_FULL}"
+        )
+    return types
+
+
+def _without_experts(config: Mapping[str, Any], shape: ModelShape, dense_first: int) -> set[int]:
+    """Numbers of the layers without experts in a mixture."""
+    if shape.experts == 1:
+        return set()
+    first = _count(config, "first_k_dense_replace", dense_first)
+    step = _count(config, "decoder_sparse_step", 1) or 1
+    only = config.get("mlp_only_layers") or ()
+    if not isinstance(only, (list, tuple)):
+        raise ValueError(f"mlp_only_layers is {str(only)[:40]!r}, but must be a list of the layers without experts")
+    return {n for n in range(shape.layers) if n < first or n in only or (n + 1) % step}
+
+
+def _count(config: Mapping[str, Any], name: str, default: int) -> int:
+    value = config.get(name)
+    if value is None:
+        return default
+    if value != 0 and not _is_size(value):
+        raise ValueError(f"{name} is {str(value)[:40]!r}, but must be an integer of at least 0")
+    return int(value)
+
+
+def _given(config: Mapping[str, Any], size: str) -> Any:
+    """Return a size as the configuration gives it, or None."""
+    return next((config[name] for name in _NAMES[size] if config.get(name) is not None), None)
+
+
+def _config_size(config: Mapping[str, Any], size: str, default: int | None = None) -> int:
+    """Return a size.
+
+    Raises:
+        ValueError: It is missing and has no default, or is not a possible size. The message is one line.
+    """
+    value = _given(config, size)
+    if value is None and default is not None:
+        return default
+    names = " or ".join(_NAMES[size])
+    if value is None:
+        raise ValueError(f"{names} is missing")
+    most = _MOST.get(size, _MOST_OF_OTHERS)
+    if not _is_size(value) or value > most:
+        raise ValueError(f"{names} is {str(value)[:40]!r}, but must be an integer from 1 to {most}")
+    return int(value)
+
+
+def _is_size(value: Any) -> bool:
+    """Whether a value is an integer of at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**40
+
+
+def _flag_of(config: Mapping[str, Any], name: str, default: bool) -> bool:
+    """Return a flag, or its default if it is missing or null."""
+    value = config.get(name)
+    return default if value is None else bool(value)

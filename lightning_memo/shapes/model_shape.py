@@ -1,4 +1,4 @@
-"""Shape of a decoder model, with its parameters and FLOPs."""
+"""Shape of a decoder model: widths of attention, mixtures of experts, parameters and FLOPs."""
 
 from __future__ import annotations
 
@@ -7,22 +7,111 @@ from typing import Final, Literal
 
 from lightning_memo.artifacts.json_documents import check_range
 from lightning_memo.shapes.adapters import PRODUCTS, Adapters
-from lightning_memo.shapes.attention_widths import AttentionWidths, LatentAttention, grouped_widths, latent_widths
-from lightning_memo.shapes.expert_layer import ExpertLayer
 
-Kernels = Literal["fused", "llama", "qwen3", "gpt_oss", "gpt_neox", "gpt_neox_parallel", "gpt2"]
-"""Implementation of a layer, which determines the tensors that it saves for the backward.
+RouterKind = Literal["softmax", "softmax_fp32", "chosen_softmax", "gpt_oss", "sigmoid"]
+"""Router of a model family of Hugging Face, which determines the tensors that it saves.
 
-- "fused": norms, residuals and activation functions save only their inputs, as in Megatron-LM and in MEMO's tables (16
-  times the hidden size per token for a GPT).
-- The others are layers of Hugging Face. Llama's norms consist of single operations and save an fp32 copy of their
-  input. "qwen3" also has norms of queries and keys, and "gpt_oss" multiplies norms with their weights in fp32.
-  "gpt_neox_parallel" adds attention and feed-forward to the same residual. "gpt2" computes its activation function with
-  single operations.
+- "softmax": probabilities of all experts in fp32; the weights of the chosen ones are cast back (Qwen3-MoE).
+- "softmax_fp32": the same, with weights that stay in fp32 (Mixtral).
+- "chosen_softmax": probabilities of the chosen experts only, in fp32 (GraniteMoE).
+- "gpt_oss": the same in the type of the products; experts have biases and a clamped activation function.
+- "sigmoid": scores in fp32, among which groups of experts are chosen first (DeepSeek-V3).
 """
+Kernels = Literal["llama", "qwen3", "gpt_oss", "gpt_neox", "gpt_neox_parallel", "gpt2"]
+"""Implementation of a layer in Hugging Face, which determines the tensors that it saves for the backward.
 
+Llama's norms consist of single operations and save an fp32 copy of their input. "qwen3" also has norms of queries and
+keys, and "gpt_oss" multiplies norms with their weights in fp32. "gpt_neox_parallel" adds attention and feed-forward to
+the same residual. "gpt2" computes its activation function with single operations.
+"""
 SINGLE_OPERATIONS: Final = ("llama", "qwen3", "gpt_oss")
 """Kernels whose norms and positions consist of single operations."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentAttention:
+    """Latent attention of DeepSeek: low-rank projections before queries, and before keys and values.
+
+    Raises:
+        ValueError: A size is below 1, or `query_rank` is negative.
+    """
+
+    query_rank: int
+    """Width between the two projections of queries; 0 for a single projection."""
+
+    kv_rank: int
+    """Width between the two projections of keys and values."""
+
+    rotated: int
+    """Elements of a head that are rotated by position. All heads share those of keys."""
+
+    unrotated: int
+    """All other elements of a head of queries and keys."""
+
+    value: int
+    """Elements of a head of values."""
+
+    def __post_init__(self) -> None:
+        check_range(self, dict.fromkeys(("kv_rank", "rotated", "unrotated", "value"), 1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Projection:
+    """A product of attention with a weight: its module, its role, and its input and output width."""
+
+    name: str
+    role: str
+    inputs: int
+    outputs: int
+    first: bool = True
+    """Whether it reads the layer's hidden states."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionWidths:
+    """Elements per token of the tensors that attention reads and writes."""
+
+    query: int
+    key: int
+    value: int
+    output: int
+    projections: tuple[Projection, ...]
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        """Roles of the projections that read the layer's hidden states."""
+        return tuple(each.role for each in self.projections if each.first)
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights of the projections."""
+        return sum(each.inputs * each.outputs for each in self.projections)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertLayer:
+    """What a mixture of experts has in addition to its experts.
+
+    Raises:
+        ValueError: A number is negative.
+    """
+
+    router: RouterKind = "softmax"
+    normalized: bool = False
+    """Whether the weights of the chosen experts are divided by their sum."""
+
+    groups: int = 1
+    """Groups of experts of a "sigmoid" router."""
+
+    chosen_groups: int = 1
+    shared_ffn: int = 0
+    """Width of the shared experts together, which process all tokens; 0 if there are none."""
+
+    shared_gate: bool = False
+    """Whether the output of the shared experts is multiplied by a gate of its own (Qwen2-MoE)."""
+
+    def __post_init__(self) -> None:
+        check_range(self, {"groups": 1, "chosen_groups": 1})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,8 +156,8 @@ class ModelShape:
     window: int | None = None
     """Maximum number of keys that a query attends to, itself included; None for all up to its own."""
 
-    kernels: Kernels = "fused"
-    """Implementation of the layers in Hugging Face; programs with their own kernels use "fused"."""
+    kernels: Kernels
+    """Implementation of the layers."""
 
     adapters: Adapters | None = None
     """LoRA adapters, which are the only trained weights; None if all weights are trained."""
@@ -99,8 +188,8 @@ class ModelShape:
     def attention(self) -> AttentionWidths:
         """Widths of attention's tensors and products."""
         if self.latent is not None:
-            return latent_widths(self.hidden, self.heads, self.latent)
-        return grouped_widths(self.hidden, self.heads, self.kv_heads, self.head_dim)
+            return _latent_widths(self.hidden, self.heads, self.latent)
+        return _grouped_widths(self.hidden, self.heads, self.kv_heads, self.head_dim)
 
     @property
     def ffn_parameters(self) -> int:
@@ -237,3 +326,44 @@ class ModelShape:
         seen = min(tokens, self.window or tokens)
         pairs = seen * (tokens - seen / 2)
         return 2.0 * pairs * (self.attention.query + self.attention.output)
+
+
+def _grouped_widths(hidden: int, heads: int, kv_heads: int, head_dim: int) -> AttentionWidths:
+    """Return the widths of attention whose heads share keys and values in groups."""
+    queries, keys = heads * head_dim, kv_heads * head_dim
+    return AttentionWidths(
+        query=queries,
+        key=keys,
+        value=keys,
+        output=queries,
+        projections=(
+            Projection(name="q_proj", role="query", inputs=hidden, outputs=queries),
+            Projection(name="k_proj", role="key", inputs=hidden, outputs=keys),
+            Projection(name="v_proj", role="value", inputs=hidden, outputs=keys),
+            Projection(name="o_proj", role="output", inputs=queries, outputs=hidden, first=False),
+        ),
+    )
+
+
+def _latent_widths(hidden: int, heads: int, latent: LatentAttention) -> AttentionWidths:
+    """Return the widths of latent attention. Each head has its own keys and values then."""
+    queries, values = heads * (latent.unrotated + latent.rotated), heads * latent.value
+    rank, keys = latent.query_rank, heads * latent.unrotated + values
+    one = (Projection(name="q_proj", role="query", inputs=hidden, outputs=queries),)
+    two = (
+        Projection(name="q_a_proj", role="query latent", inputs=hidden, outputs=rank),
+        Projection(name="q_b_proj", role="query", inputs=rank, outputs=queries, first=False),
+    )
+    both = latent.kv_rank + latent.rotated
+    return AttentionWidths(
+        query=queries,
+        key=queries,
+        value=values,
+        output=values,
+        projections=(
+            *(two if rank else one),
+            Projection(name="kv_a_proj_with_mqa", role="key latent", inputs=hidden, outputs=both),
+            Projection(name="kv_b_proj", role="key", inputs=latent.kv_rank, outputs=keys, first=False),
+            Projection(name="o_proj", role="output", inputs=values, outputs=hidden, first=False),
+        ),
+    )

@@ -1,27 +1,37 @@
-"""Runs the search for the longest sequence: checks its settings, tries lengths and reports each attempt."""
+"""Runs the search for the longest sequence: checks its settings, tries lengths, and saves and reports each attempt."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from lightning_memo.config import MemoConfig
 from lightning_memo.profiler.measured_costs import model_fingerprint
-from lightning_memo.trials.attempt_records import attempts_table, load_attempts, save_search
 from lightning_memo.trials.length_search import Attempt, LengthSearch
-from lightning_memo.trials.random_tokens import random_tokens
-from lightning_memo.trials.training_trial import OVERRIDDEN_TRAINER_ARGUMENTS, BatchOf, StrategyFactory, Trial
+from lightning_memo.trials.training_trial import (
+    OVERRIDDEN_TRAINER_ARGUMENTS,
+    BatchOf,
+    StrategyFactory,
+    Trial,
+    random_tokens,
+)
 from lightning_memo.trials.trial_process import TrialProcess
+from lightning_memo.utils.files import replacing
 from lightning_memo.utils.free_host_memory import available_host_bytes
+from lightning_memo.utils.units import format_bytes
 
 _USABLE_FRACTION = 0.9
 
@@ -58,7 +68,7 @@ def find_longest(
     _check(config, trainer, steps_per_trial)
     batch_of = random_tokens(module) if batch_of is None else batch_of
     described = _describe(config, module, batch_of, trainer) | {"steps_per_trial": steps_per_trial}
-    earlier = load_attempts(results, described) if resume and results is not None else []
+    earlier = _load_attempts(results, described) if resume and results is not None else []
     found = LengthSearch(*search, earlier)
     trial = Trial(
         strategy_factory=strategy_factory,
@@ -69,7 +79,7 @@ def find_longest(
         steps=steps_per_trial,
     )
     with TrialProcess(trial, _memory_bytes(trainer), [strategy_factory.__module__]) as attempt:
-        _run(found, attempt, lambda: None if results is None else save_search(results, found, described))
+        _run(found, attempt, lambda: None if results is None else _save_search(results, found, described))
     return _answer(found)
 
 
@@ -84,7 +94,7 @@ def _run(search: LengthSearch, attempt: Callable[[int], Attempt], save: Callable
         console.print(
             f"{tokens:,} tokens: {'fits' if made.fits else made.reason}", highlight=False, markup=False, soft_wrap=True
         )
-    console.print(attempts_table(search.attempts))
+    console.print(_attempts_table(search.attempts))
 
 
 def _answer(search: LengthSearch) -> Attempt:
@@ -132,3 +142,60 @@ def _memory_bytes(trainer: Mapping[str, Any]) -> int | None:
     """Limit on host memory for trials on a CPU; None on a GPU, whose own memory runs out first, and outside Linux."""
     on_gpu = torch.cuda.is_available() and trainer.get("accelerator", "auto") != "cpu"
     return None if on_gpu or sys.platform != "linux" else int(_USABLE_FRACTION * available_host_bytes())
+
+
+def _save_search(path: Path, search: LengthSearch, settings: dict[str, Any]) -> None:
+    """Writes the attempts of a search and the settings that they were made with.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    longest = search.longest
+    content = {
+        "longest": None if longest is None else longest.tokens,
+        "finished": search.next_tokens() is None,
+        "low": search.low,
+        "high": search.high,
+        "multiple_of": search.multiple_of,
+        "settings": settings,
+        "attempts": [asdict(attempt) for attempt in search.attempts],
+    }
+    with replacing(path) as unfinished:
+        unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _load_attempts(path: Path, settings: dict[str, Any]) -> list[Attempt]:
+    """Returns the attempts of an earlier search with the same settings, or none if the file does not exist.
+
+    Raises:
+        ValueError: The file was written with other settings, or not by `_save_search`.
+    """
+    if not path.exists():
+        return []
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        attempts = [Attempt(**attempt) for attempt in content["attempts"]]
+        earlier = content["settings"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path}: not a file of an earlier search ({error}): give another file, or resume=False"
+        ) from None
+    if differing := sorted(name for name in settings | earlier if settings.get(name) != earlier.get(name)):
+        raise ValueError(
+            f"{path}: the earlier search used another {', '.join(differing)}: start a new search with resume=False"
+        )
+    return attempts
+
+
+def _attempts_table(attempts: Sequence[Attempt]) -> Table:
+    """Returns a table with one row for each length that was tried, the shortest first."""
+    table = Table(title="Lengths", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption_justify="left")
+    for name in ("tokens", "planned", "device peak", "host", "step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for attempt in sorted(attempts, key=lambda attempt: attempt.tokens):
+        sizes = (attempt.planned_device_bytes, attempt.peak_device_bytes, attempt.host_bytes)
+        seconds = "-" if attempt.step_seconds is None else f"{attempt.step_seconds:.2f} s"
+        cells = ["-" if size is None else format_bytes(size) for size in sizes]
+        table.add_row(f"{attempt.tokens:,}", *cells, seconds, Text("fits" if attempt.fits else attempt.reason))
+    return table

@@ -1,4 +1,4 @@
-"""A few training steps at one sequence length, which show whether the length fits in memory."""
+"""A few training steps at one sequence length, by default on random tokens: whether the length fits in memory."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.memory import is_oom_error
+from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -24,10 +25,11 @@ from lightning_memo.planner import HostMemoryError
 from lightning_memo.profiler.measured_costs import state_bytes
 from lightning_memo.profiler.memory_meter import WorkingSetMeter
 from lightning_memo.trials.length_search import Attempt
+from lightning_memo.utils.class_names import class_name
+from lightning_memo.utils.find_layers import find_hugging_face
 from lightning_memo.utils.units import format_bytes
 
 BatchOf = Callable[[int], Any]
-
 QUIET = {
     "logger": False,
     "enable_checkpointing": False,
@@ -94,7 +96,8 @@ class Trial:
     def _fit(self, strategy: PlanningStrategy, measured: LastStep, batch: Any) -> None:
         accumulate = self.trainer.get("accumulate_grad_batches", 1)
         own = {"strategy": strategy, "callbacks": [measured], "max_steps": self.steps, "devices": 1}
-        batches = DataLoader([batch] * (self.steps * accumulate), batch_size=None)
+        rows: Any = [batch] * (self.steps * accumulate)
+        batches: DataLoader[Any] = DataLoader(rows, batch_size=None)
         with tempfile.TemporaryDirectory() as folder:  # for the plans that the strategy saves
             Trainer(**{**self.trainer, **QUIET, **own, "default_root_dir": folder}).fit(self.module, batches)
 
@@ -148,7 +151,8 @@ class LastStep(Callback):
             self.peak_bytes = torch.cuda.max_memory_allocated(pl_module.device)
             return
         used, self._meter = self._meter.stop(0, trainer.accumulate_grad_batches > 1), None
-        plan = trainer.strategy.plan  # None if no layer is trained
+        strategy: Any = trainer.strategy
+        plan = strategy.plan  # None if no layer is trained
         buffers = 0 if plan is None else plan.swap.buffer_bytes
         self.peak_bytes = state_bytes(pl_module, trainer.optimizers) + buffers + max(used.layers, used.outside)
 
@@ -195,3 +199,34 @@ def _attempt(tokens: int, strategy: PlanningStrategy, measured: LastStep, reason
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return textwrap.shorten(text, _MAX_REASON_CHARACTERS, placeholder=" ...")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomTokens:
+    """Makes batches of random tokens: `{"input_ids": [batch_size, tokens], "labels": [batch_size, tokens]}`."""
+
+    vocabulary: int
+    batch_size: int = 1
+
+    def __call__(self, tokens: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(tokens)
+        ids = torch.randint(0, self.vocabulary, (self.batch_size, tokens), generator=generator)
+        return {"input_ids": ids, "labels": ids}
+
+
+def random_tokens(module: LightningModule) -> RandomTokens:
+    """Returns random batches for a module that holds a Hugging Face model.
+
+    Raises:
+        ValueError: The module holds no such model, or one without a vocabulary.
+    """
+    for model in find_hugging_face(module):
+        config: Any = model.config
+        size = getattr(config.get_text_config(), "vocab_size", None)
+        if size:
+            return RandomTokens(vocabulary=size)
+    raise ValueError(
+        f"{class_name(module)} holds no Hugging Face model with a vocabulary (a model that configure_model builds "
+        "does not exist yet): give batch_of, a function that takes a number of tokens and returns a batch for "
+        "training_step"
+    )

@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning_memo.trials.length_search import Attempt
 from lightning_memo.trials.training_trial import Trial
-from lightning_memo.utils.parent_process import exit_with_parent
+from lightning_memo.utils.process import exit_with_parent
 from lightning_memo.utils.user_errors import user_message
 
 _MAX_OUTPUT_CHARACTERS = 4000
@@ -83,9 +83,10 @@ class TrialProcess:
             raise ValueError(result)
         if kind == "failed":
             raise RuntimeError(f"the trial of {tokens} tokens failed:\n{result}")
-        if not result.fits:
+        attempt: Attempt = result
+        if not attempt.fits:
             self._stop()  # a new process is free of what the failed attempt left allocated
-        return result
+        return attempt
 
     def _ended(self, tokens: int) -> Attempt:
         """Returns the attempt whose process ended.

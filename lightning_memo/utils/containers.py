@@ -54,7 +54,7 @@ def copied(container: Container) -> Container:
     """Return a plain container that holds the same."""
     kind = type(container)
     if issubclass(kind, np.ndarray):
-        return array_of(container).copy()  # type: ignore[arg-type]
+        return array_of(container).copy()  # type: ignore[arg-type, no-any-return]
     if kind is dict:  # without asking the keys for their hashes
         return container.copy()
     if issubclass(kind, dict):
@@ -75,7 +75,7 @@ def refill(container: Container, values: Any) -> None:
     base.clear(container)
     if base is OrderedDict:  # whose `update` calls `__setitem__` of a derived class
         for key, value in values.items():
-            OrderedDict.__setitem__(container, key, value)  # type: ignore[arg-type]
+            base.__setitem__(container, key, value)  # type: ignore[index]
     elif issubclass(base, (dict, set)):
         base.update(container, values)
     else:

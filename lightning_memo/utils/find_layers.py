@@ -13,6 +13,20 @@ from lightning_memo.utils.class_names import class_name
 
 LayersOf: TypeAlias = Callable[[nn.Module], list[nn.Module]]
 
+
+class NoLayersError(ValueError):
+    """A model has no repeated layers.
+
+    Args:
+        why: Why none are found.
+        remedy: What to change in the model.
+    """
+
+    def __init__(self, why: str, remedy: str) -> None:
+        super().__init__(f"{why}: {remedy}")
+        self.why, self.remedy = why, remedy
+
+
 # Smaller stacks, by this factor in parameters, are trained plainly: each host slot has the size of the largest layer.
 SMALL_STACK: Final = 4
 _CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -40,7 +54,7 @@ def find_text_model(model: nn.Module) -> nn.Module | None:
     config = host.config.get_text_config()
     if config is host.config:
         return None
-    found: Any = None
+    found: nn.Module | None = None
     for module in host.modules():
         is_text = hasattr(module, "set_attn_implementation") and type(module.config) is type(config)
         if is_text and module is not host and (found is None or module in set(found.modules())):
@@ -86,14 +100,15 @@ def find_stacks(model: nn.Module) -> list[LayerStack]:
         The stacks of layers, the one with the most parameters first.
 
     Raises:
-        ValueError: There are none, or their blocks are lists or dicts, which are never called themselves.
+        NoLayersError: There are none, or their blocks are lists or dicts, which are never called themselves.
     """
     stacks = list(_stacks_in("", model, _children_with_modules)) or list(_stacks_in("", model, _children_alike))
     if not stacks:
         _refuse_uncalled(model)
-        raise ValueError(
+        raise NoLayersError(
             f"{class_name(model)} has no nn.ModuleList, nn.ModuleDict or nn.Sequential of repeated layers, so there "
-            f"is nothing to swap layer by layer: {_way_out(model)}, or train without lightning_memo"
+            "is nothing to swap layer by layer",
+            f"{_way_out(model)}, or train without lightning_memo",
         )
     return _largest_first(stacks)
 
@@ -136,7 +151,8 @@ def select_stacks(model: nn.Module, names: str | Sequence[str] | None, alone: bo
         alone: Whether only one stack can be swapped. Without names, it is the largest trained one.
 
     Raises:
-        ValueError: There are no stacks, a name names no container of the model, or there are too many names.
+        NoLayersError: No names are given, and there are no stacks.
+        ValueError: A name names no container of the model, or there are too many names.
     """
     if names is None:
         stacks = find_stacks(model)
@@ -171,7 +187,7 @@ def _named(model: nn.Module, name: str) -> LayerStack:
         )
     layers = _layers_within(containers[match], _children_with_modules) or list(containers[match].children())
     if layers and not any(map(_has_forward, layers)):
-        raise ValueError(_uncalled(match, layers[0]))
+        raise _uncalled(match, layers[0])
     return LayerStack(match, tuple(dict.fromkeys(layers)))
 
 
@@ -221,18 +237,18 @@ def _refuse_uncalled(model: nn.Module) -> None:
     """Refuse a model whose blocks are never called themselves.
 
     Raises:
-        ValueError: It has a list of lists or dicts of modules.
+        NoLayersError: It has a list of lists or dicts of modules.
     """
     for name, module in model.named_modules():
         blocks = list(module.children()) if isinstance(module, nn.ModuleList) else []
         if len(blocks) > 1 and not any(map(_has_forward, blocks)) and any(True for _ in module.parameters()):
-            raise ValueError(_uncalled(name, blocks[0]))
+            raise _uncalled(name, blocks[0])
 
 
-def _uncalled(name: str, block: nn.Module) -> str:
-    return (
-        f"the children of {name} are no layers, because {class_name(block)} is never called itself: make each block a "
-        "module with a forward"
+def _uncalled(name: str, block: nn.Module) -> NoLayersError:
+    return NoLayersError(
+        f"the children of {name} are no layers, because {class_name(block)} is never called itself",
+        "make each block a module with a forward",
     )
 
 

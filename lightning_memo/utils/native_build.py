@@ -12,16 +12,20 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from lightning_memo.utils.files import replacing, user_cache
 
 # Without -march=native, because machines with different processors often share home folders and thus this cache.
 _FLAGS: Final = ("-std=c++20", "-O3", "-g0", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra")
 _COMPILERS: Final = ("c++", "g++", "clang++")
+
+
+Signature = Sequence[Any]
+"""Types of `ctypes` of a function: of the result, `None` if it has none, and of each argument."""
 
 
 class BuildError(RuntimeError):
@@ -31,7 +35,7 @@ class BuildError(RuntimeError):
 def build(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> Path:
     """Compile C++ sources to a shared library, unless an earlier run has already done so.
 
-    The library is in ``$XDG_CACHE_HOME/lightning_memo/native`` (by default in ``~/.cache``), under a name that depends
+    The library is in the folder ``native`` of :func:`~lightning_memo.utils.files.user_cache`, under a name that depends
     on the sources, the headers in their folders, the compiler and the flags. Concurrent processes build it only once.
 
     Args:
@@ -47,7 +51,7 @@ def build(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> Path
     """
     try:
         folder = user_cache("native")
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         stem = f"{name}-{_source_key(sources, flags)}"
         try:
             compiler = find_compiler()
@@ -59,8 +63,6 @@ def build(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> Path
         library = folder / f"{stem}-{_compiler_key(compiler)}.so"
         if not library.exists():
             with _locked(library.with_suffix(".lock")):
-                for abandoned in folder.glob(f".*.{library.name}"):  # left by a process that ended during compilation
-                    abandoned.unlink(missing_ok=True)
                 if not library.exists():
                     _compile(name, [*compiler, *_FLAGS, *map(str, sources), *flags], library)
     except OSError as error:
@@ -68,12 +70,20 @@ def build(name: str, sources: Sequence[Path], flags: Sequence[str] = ()) -> Path
     return library
 
 
-def load(name: str, sources: Sequence[Path], flags: Sequence[str] = (), *, keep_gil: bool = False) -> ctypes.CDLL:
+def load(
+    name: str,
+    sources: Sequence[Path],
+    functions: Mapping[str, Signature],
+    flags: Sequence[str] = (),
+    *,
+    keep_gil: bool = False,
+) -> ctypes.CDLL:
     """Load a library, and build it first if necessary.
 
     Args:
         name: Name of the library.
         sources: The ``.cpp`` files.
+        functions: Functions of the library that are going to be called.
         flags: Compiler flags; see `build`.
         keep_gil: Whether calls hold the global interpreter lock. Suited to functions that return within a microsecond.
 
@@ -85,8 +95,12 @@ def load(name: str, sources: Sequence[Path], flags: Sequence[str] = (), *, keep_
     """
     path = build(name, sources, flags)
     try:
-        return (ctypes.PyDLL if keep_gil else ctypes.CDLL)(str(path))
-    except OSError as error:
+        library = (ctypes.PyDLL if keep_gil else ctypes.CDLL)(str(path))
+        for function, (result, *arguments) in functions.items():
+            declared = getattr(library, function)
+            declared.restype, declared.argtypes = result, arguments
+        return library
+    except (OSError, AttributeError) as error:  # AttributeError: it lacks a function
         raise BuildError(
             f"{name}: {path} cannot be loaded ({error}): delete it, and the next run will build it again"
         ) from error

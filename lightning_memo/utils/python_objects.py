@@ -53,8 +53,9 @@ def slots_of(kind: type) -> Mapping[str, MemberDescriptorType]:
 
 def in_slots(value: object) -> dict[str, object]:
     """Return what the slots of an object hold, by their names. Those that are empty are left out."""
+    kind: type = type(value)
     found: dict[str, object] = {}
-    for name, slot in slots_of(type(value)).items():
+    for name, slot in slots_of(kind).items():
         try:
             found[name] = slot.__get__(value)
         except AttributeError:
@@ -71,7 +72,8 @@ def _dict_slot_of(kind: type) -> Any:
 
 def dict_of(value: object) -> dict[str, Any] | None:
     """Return the attributes that an object has itself, also where its class computes others; `None` if it has none."""
-    slot = _dict_slot_of(type(value))
+    kind: type = type(value)
+    slot = _dict_slot_of(kind)
     try:  # a proxy has the attributes of something else, which may be missing
         attributes = None if slot is None else slot.__get__(value)
     except Exception:

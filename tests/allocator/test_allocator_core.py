@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from support.markers.slow import slow_if
 
-from lightning_memo.allocator.allocator_library import SOURCE_FOLDER
+from lightning_memo.allocator.planned_allocator import SOURCE_FOLDER
 from lightning_memo.utils import native_build as native
 
 FOLDER = Path(__file__).parent / "cpp"

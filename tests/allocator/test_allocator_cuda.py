@@ -7,7 +7,7 @@ from support.cuda_stub.real_allocator import build_stub
 from support.markers.slow import slow_if
 from support.paths import ROOT, TESTS
 
-from lightning_memo.allocator.allocator_library import SOURCE_FOLDER
+from lightning_memo.allocator.planned_allocator import SOURCE_FOLDER
 from lightning_memo.utils import native_build as native
 
 STUB = TESTS / "support" / "cuda_stub"
@@ -90,9 +90,9 @@ def test_a_missing_override_is_noticed(compiler, name, tmp_path):
 def test_versions_that_nobody_looked_at_are_refused(tmp_path):
     header = tmp_path / "torch" / "headeronly" / "version.h"
     header.parent.mkdir(parents=True)
-    header.write_text("#define TORCH_VERSION_MAJOR 2\n#define TORCH_VERSION_MINOR 15\n")
+    header.write_text("#define TORCH_VERSION_MAJOR 2\n#define TORCH_VERSION_MINOR 16\n")
     flags = [f"-I{tmp_path}", *torch_flags(VERSIONS[-1])]
-    with pytest.raises(native.BuildError, match=r"planned allocator supports torch 2\.11 to 2\.14"):
+    with pytest.raises(native.BuildError, match=r"planned allocator supports torch 2\.11 to 2\.15"):
         native.build("allocator_cuda", [BACK_END], flags)
 
 

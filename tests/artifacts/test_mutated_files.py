@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
+import operator
 import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from support.draws import draws
 from support.samples.plans import small_plan
+from support.samples.storage_problems import ALWAYS, MIB, planned
 
 from lightning_memo.artifacts.buffer_placement import PhasePlacement, StepPlacement
+from lightning_memo.artifacts.layer_costs import Budget
 from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.storage_plan import StorageBudget
 from lightning_memo.artifacts.trace import Trace
 from lightning_memo.planner.placement.csv_tables import COLUMNS, read_problem
 from lightning_memo.planner.placement.problem import MAX_BYTES
 from lightning_memo.planner.placement.step_placement import problem_of
+from lightning_memo.planner.storage_plan_slices import why_not_stored
 from lightning_memo.utils.units import format_bytes
 
 MUTANTS = draws(1000)  # of each kind of file
 
+# Less than what all layers store.
+BUDGET = StorageBudget(device_bytes=ALWAYS + 30 * MIB, host_bytes=40 * MIB)
 _NUMBERS = (b"-1", b"0", b"1e999", b"-0.0", b"9" * 19, b"9" * 400, b"4611686018427387904", b"NaN", b"0x10", b"true")
 
 
@@ -133,6 +145,86 @@ def test_mutated_plans(tmp_path: Path) -> None:
         for phase in read.placement.phases if read.placement else ():
             ends = [offset + size for size, offset in zip(phase.sizes, phase.offsets, strict=True) if offset >= 0]
             assert max(ends, default=0) <= read.placement.peak_bytes
+
+
+def fields_of(document: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Paths of all fields of JSON."""
+    inner = document.items() if isinstance(document, dict) else enumerate(document)
+    found = []
+    for key, value in inner:
+        found.append((*path, key))
+        if isinstance(value, dict | list):
+            found += fields_of(value, (*path, key))
+    return found
+
+
+def other_value(value: Any, chance: random.Random) -> Any:
+    """Another value, mostly of the same type, which may contradict other fields."""
+    if isinstance(value, list):
+        shorter, longer = value[: chance.randrange(len(value) + 1)], value + value[: chance.randrange(len(value) + 1)]
+        return chance.choice((shorter, longer, value * 2, value[::-1]))
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        near = value * chance.choice((0, 1, 2, 1000)) + chance.choice((0, 1, -1))
+        return chance.choice((near, near, 2**63 - 1, 2**63 - 513, 2**62, 0, 1, 0.5, 1e18))
+    if isinstance(value, str):
+        return chance.choice(
+            ("memo", "plain", "layer", "nest", "slice", "none", "all", "keep", "swap", "spill", "input")
+        )
+    return chance.choice((None, 1, 0.5, "", [], {}, True))
+
+
+def test_plans_whose_fields_contradict_each_other() -> None:
+    """A plan is refused in one line when it is made, or all that depends on several fields can be computed."""
+    chance, read = random.Random(4), 0
+    text = planned(BUDGET).to_json()
+    for _ in range(MUTANTS):
+        document = json.loads(text)
+        for path in chance.sample(fields_of(document), chance.choice((1, 1, 2))):
+            *outer, last = path
+            with contextlib.suppress(KeyError, IndexError, TypeError):  # the first change removed the second field
+                place = functools.reduce(operator.getitem, outer, document)
+                place[last] = other_value(place[last], chance)
+        try:
+            plan = Plan.from_json(json.dumps(document))
+        except ValueError as error:
+            message = str(error)
+            assert message.isprintable() and len(message) < 600, message
+            continue
+        read += 1
+        assert format_bytes(plan.device_bytes + plan.swap.host_bytes + plan.swap.spill_bytes)
+        assert Plan.from_json(plan.to_json()) == plan
+        assert plan.swap.executed is not None and list(map(plan.swap.slot_size, range(plan.swap.calls)))
+        if plan.swap.storage is not None:
+            assert plan.swap.storage.share("input") >= 0.0
+            why_not_stored(plan.swap.storage, nested=True)
+        if plan.storage_costs is not None:
+            assert plan.storage_costs.pairs is not None and plan.storage_costs.unpaired is not None
+    assert 0 < read < MUTANTS
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "why"),
+    [
+        (("swap", "storage", "call_classes"), [0], r"call_classes must have a class for each of the \d+ layer calls"),
+        (("swap", "storage", "call_classes"), [], "call_classes must have a class for each layer call"),
+        (("swap", "storage", "calls"), [], "call_classes must have a class for each layer call"),
+        (("swap", "storage", "tokens"), 1, "after the 1 of a layer call"),
+        (("swap", "storage", "tokens"), 10**6, r"storage has 1000000 tokens .* the numbers must be equal"),
+        (("step_seconds",), 2**63 - 1, "expected a number"),
+        (("swap", "storage", "calls", 0, "ranges", 0, "start"), 10**6, "start=1000000 must be at most stop="),
+    ],
+)
+def test_what_is_wrong_with_a_plan(path: tuple[Any, ...], value: Any, why: str) -> None:
+    document = json.loads(planned(BUDGET).to_json())
+    *outer, last = path
+    functools.reduce(operator.getitem, outer, document)[last] = value
+    with pytest.raises(ValueError, match=why):
+        Plan.from_json(json.dumps(document))
+
+
+def test_a_plan_that_could_not_be_loaded_is_not_made() -> None:
+    with pytest.raises(ValueError, match=r"device_bytes=9223372036854775808 must be less than 2\^63"):
+        Budget(device_bytes=2**63, host_bytes=0)
 
 
 def test_mutated_traces(tmp_path: Path) -> None:

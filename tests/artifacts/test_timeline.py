@@ -124,12 +124,12 @@ def test_copies_run_beside_the_layers_that_they_are_meant_to(alpha: float) -> No
     assert {span.layer for span in offloads} == set(prefetches) == swapped
     attention = [span for span in of(timeline, "attention") if span.start_seconds < backward[LAYERS - 1].start_seconds]
     for n in swapped:
-        own = [span for span in offloads if span.layer == n]
+        (own,) = [span for span in offloads if span.layer == n]
         computed = [span for span in attention if span.layer == n]
-        assert len(own) == len(computed) == (2 if 0 < alpha < 1 else 1)
-        # What a slice saved leaves once all of its attention is over, and nothing waits for it before it comes back.
-        assert all(left.start_seconds > over.stop_seconds for left, over in zip(own, computed, strict=True))
-        assert own[-1].stop_seconds <= prefetches[n].start_seconds
+        assert len(computed) == (2 if 0 < alpha < 1 else 1)
+        # A slot leaves once the attention of all slices is over, and nothing waits for it before it comes back.
+        assert all(own.start_seconds > over.stop_seconds for over in computed)
+        assert own.stop_seconds <= prefetches[n].start_seconds
         # It comes back during the backward of the layer behind it, not only when it is needed.
         assert backward[n + 1].start_seconds < prefetches[n].start_seconds < backward[n + 1].stop_seconds
     recomputed = of(timeline, "recompute", RECOMPUTE)

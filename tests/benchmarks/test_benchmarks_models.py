@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import inspect
 import os
 import re
@@ -55,7 +56,7 @@ def report() -> dict[str, Any]:
     return found
 
 
-def test_the_page_is_what_the_results_say(monkeypatch, capsys) -> None:
+def test_the_page_and_the_table_are_what_the_results_say(monkeypatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["models.py", "--check"])
     assert load("models").main() == 0, capsys.readouterr().err
 
@@ -95,19 +96,42 @@ def _tiny_configs() -> Iterator[Any]:
             yield load("model_types.configs").tiny_config(name)
 
 
-def test_reasons_on_the_page_come_from_the_messages(report: dict[str, Any]) -> None:
-    shortened = load("model_types.page").shortened
-    messages = {
+@pytest.fixture
+def messages(report: dict[str, Any]) -> set[str]:
+    return {
         outcome["why"]
         for entries in report["results"].values()
         for entry in entries.values()
         for outcome in entry.get("levels", {}).values()
-        if "why" in outcome
+        if "why" in outcome and outcome["status"] != "works"
     }
+
+
+def test_reasons_in_the_table_come_from_the_messages(messages: set[str]) -> None:
+    shortened = load("model_types.page").shortened
     assert len(messages) > 20
     for message in messages:
         pieces = [re.escape(piece) for piece in shortened(message).split("...")]
         assert re.search(r"[\w.]+".join(pieces), message), message
+
+
+def test_the_page_groups_every_reason(messages: set[str]) -> None:
+    page = load("model_types.page")
+    groups = {message: page.group(message) for message in messages}
+    assert not [message for message, group in groups.items() if group == page._OTHER]
+    assert set(groups.values()) == {title for title, _, _ in page._GROUPS}
+
+
+def test_the_table_has_a_row_for_each_type(report: dict[str, Any]) -> None:
+    rows = list(csv.DictReader((ROOT / "benchmarks" / "results" / "models.csv").read_text().splitlines()))
+    assert [(row["kind"], row["type"]) for row in rows] == [
+        (kind, name) for kind, entries in report["results"].items() for name in entries
+    ]
+    words = {"refused": "no", "plain": "nothing swapped"}
+    for row in rows:
+        entry = report["results"][row["kind"]][row["type"]]
+        for level, outcome in entry["levels"].items() if "not_built" not in entry else ():
+            assert row[level].split(":")[0] == words.get(outcome["status"], outcome["status"])
 
 
 @slow_if(lambda kind, model_type, levels: (kind, model_type, levels) not in SPREAD[::12])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import shutil
 import sys
@@ -26,9 +27,18 @@ def result(method, tokens, seconds=None, layers=8, status="ok", reason="", loss=
         "median_seconds": seconds, "tokens_per_second": tokens / seconds, "mfu": 0.5, "hfu": 0.6,
         "losses": [loss], "gradient_norm": norm,
         "memory": {"peak_reserved_bytes": 2**30, "alloc_retries": 0, "peak_rss_bytes": 2**31},
-        "waits": None, "activity": None, "plan": {"alpha": 0.25}, "packages": [],
+        "waits": None, "activity": None, "packages": [], "settled": True, "steps": {"warmup": 1}, "seconds": [seconds],
+        "plan": {
+            "mode": "memo", "alpha": 0.25, "schedule": "layer", "host_backed": "none", "memory_planned": False,
+        } if method.startswith("memo") else None, "swapped_host_bytes": 2**30,
     } if seconds else {}  # fmt: skip
-    made = {"date": "2027-01-02T03:04:05", "command": "python benchmarks/gpu.py", "device": "Some GPU", "versions": {}}
+    made = {
+        "date": "2027-01-02T03:04:05",
+        "commit": "c0ffee",
+        "command": "python benchmarks/gpu.py",
+        "device": "Some GPU",
+        "versions": {},
+    }
     return {"cell": cell, "status": status, "reason": reason, **made, **timed, **more}
 
 
@@ -62,6 +72,12 @@ def rows(page, title):
     return {cells[0]: cells[1:] for line in lines[2:] for cells in [[c.strip() for c in line.strip("|").split("|")]]}
 
 
+def cells(project):
+    """The rows of the table of all cells, by method."""
+    found = csv.DictReader((project / "results" / "cells.csv").read_text().splitlines())
+    return {row["method"]: row for row in found}
+
+
 def test_the_projects_pages_are_what_its_results_say(monkeypatch, capsys):
     assert make(monkeypatch, "--check") == 0, capsys.readouterr().err
 
@@ -93,8 +109,8 @@ def test_ratios_are_times_over_times(monkeypatch, project):
     )
     page, readme = pages(monkeypatch, project)
     # One layer takes a second, and eight take 2 + 7.
-    assert rows(page, "**Speedup of Memo auto**") == {"64K": ["1.100", "DeepSpeed ALST", "1.200", "0.900"]}
-    assert "| llama3_8b, 8 layers, full, sdpa | 64K | 1.100 | DeepSpeed ALST | 1.200 | 0.900 |" in readme
+    assert rows(page, "**Speedup of Memo**") == {"64K": ["Memo auto", "1.100", "DeepSpeed ALST", "1.200", "0.900"]}
+    assert "| llama3_8b, 8 layers, full, sdpa | 64K | Memo auto | 1.100 | DeepSpeed ALST | 1.200 | 0.900 |" in readme
     speeds = rows(page, "**Tokens per second")
     assert speeds["plain"] == ["oom"]
     assert speeds["Memo auto"] == ["6,554 (50.0%)"]
@@ -104,6 +120,34 @@ def test_ratios_are_times_over_times(monkeypatch, project):
     assert f"(images/{picture.name})" in page
 
 
+def test_cells_that_had_not_settled_are_shown_and_compared_with_nothing(monkeypatch, project):
+    write(
+        project,
+        result("checkpointing", 65536, 12.0),
+        result("memo_auto", 65536, 8.0, settled=False),
+        result("memo_auto_unplanned", 65536, 9.0, steps={"warmup": 0}),
+        result("memo_alpha_0", 65536, 10.0),
+    )
+    page, _ = pages(monkeypatch, project)
+    assert rows(page, "**Speedup of Memo**") == {"64K": ["Memo, alpha 0", "1.200", "checkpointing", "1.200", "-"]}
+    assert rows(page, "**Tokens per second")["Memo auto"] == ["8,192 (50.0%), not settled"]
+    found = cells(project)
+    for method, settled in {"Memo auto": "no", "Memo auto, memory unplanned": "no", "Memo, alpha 0": "yes"}.items():
+        assert found[method] | {
+            "plan": "alpha 0.250, schedule layer", "swapped [GiB]": "1.0", "memory": "PyTorch's allocator",
+            "settled": settled, "timed steps": "1",
+        } == found[method]  # fmt: skip
+    assert (found["checkpointing"]["plan"], found["checkpointing"]["host process [GiB]"]) == ("", "2.0")
+
+
+@pytest.mark.parametrize("other", [{"date": "2027-01-03T00:00:00"}, {"commit": "decade"}, {"commit": None}])
+def test_cells_of_other_days_and_commits_are_in_other_tables(monkeypatch, project, other):
+    write(project, result("checkpointing", 65536, 12.0), result("memo_auto", 65536, 10.0, **other))
+    page, readme = pages(monkeypatch, project)
+    assert page.count("\n#### ") == 2
+    assert "**Speedup of Memo**" not in page and "1.200" not in readme
+
+
 def test_alphas_are_compared_with_the_fastest_of_them(monkeypatch, project):
     times = {"memo_alpha_0": 12.5, "memo_alpha_0.25": 10.0, "memo_alpha_1": 20.0, "memo_auto_unplanned": 10.1}
     write(project, *[result(method, 65536, seconds) for method, seconds in times.items()])
@@ -111,14 +155,21 @@ def test_alphas_are_compared_with_the_fastest_of_them(monkeypatch, project):
     assert rows(page, "**Speed by alpha")["64K"] == ["0.800", "1.000", "0.500", "0.990", "0.250"]
 
 
-def test_copies_are_told_by_stream_and_as_a_share(monkeypatch, project):
-    waits = {"step_seconds": 10.0, "waited_seconds": {"offload": 0.25, "prefetch": 0.25}}
-    activity = {"exposed_copy_seconds": 1.0, "idle_seconds": 0.5}
-    write(project, result("memo_auto", 65536, 10.0, waits=waits), result("alst", 65536, 10.0, activity=activity))
-    page, _ = pages(monkeypatch, project)
-    copies = rows(page, "**Waiting for copies**")
-    assert copies["Memo auto"] == ["64K", "0.250 s", "0.250 s", "5.0%", "-", "-", "-"]
-    assert copies["DeepSpeed ALST"] == ["64K", "-", "-", "-", "1.000 s", "10.0%", "5.0%"]
+def test_the_table_of_cells_tells_copies_by_stream_and_cells_without_a_time(monkeypatch, project):
+    waits = {"step_seconds": 10.0, "waited_seconds": {"offload": 0.25, "prefetch": 0.5}}
+    activity = {"exposed_copy_seconds": 1.0, "idle_seconds": 0.75}
+    write(
+        project,
+        result("memo_auto", 65536, 10.0, waits=waits),
+        result("alst", 65536, 10.0, activity=activity),
+        result("plain", 65536, status="oom", reason="CUDA out of memory"),
+    )
+    pages(monkeypatch, project)
+    names = ["waits, offload [s]", "waits, prefetch [s]", "copies alone [s]", "idle [s]"]
+    found = {method: [row[name] for name in names] for method, row in cells(project).items()}
+    assert found["Memo auto"] == ["0.250", "0.500", "", ""]
+    assert found["DeepSpeed ALST"] == ["", "", "1.000", "0.750"]
+    assert cells(project)["plain"] | {"status": "oom", "step [s]": "", "commit": "c0ffee"} == cells(project)["plain"]
 
 
 def test_the_longest_length_and_what_ended_it(monkeypatch, project):
@@ -169,6 +220,7 @@ def keep_simulated(folder, made):
     for number, one in enumerate(made):
         one["device"] = "Some GPU (simulated)"
         one |= {
+            "simulated": {},
             "memory": one.get("memory", {}) | memory,
             "swapped_host_bytes": 2**30 * one["cell"]["method"].count("memo"),
         }
@@ -189,12 +241,22 @@ def test_simulated_results_are_said_to_be_simulated(monkeypatch, project):
     page, readme = pages(monkeypatch, project)
     assert "Nothing in this section was measured on a GPU" in page and "*simulated*" in readme
     found = rows(page, "**llama3_8b, all weights trained**")
-    assert found["checkpointing"] == ["3.00 s (16.0 GiB, 0)"]
+    assert found["checkpointing"] == ["3.00 s"]
     assert found["Memo auto, memory unplanned"] == ["2.00 s (16.0 GiB, 1.0 GiB)"]
     assert found["Memo by kinds"] == ["oohm"]
     assert found["bound"] == ["1.65 s"]
-    assert found["Memo's best: times as fast as the best other"] == ["1.50 x"]
-    assert rows(readme, "**Some GPU (simulated)**")["llama3_8b, full, 64GiB of host memory"] == ["1.50 x"]
+    assert found["Memo's default: times as fast"] == ["1.500 (checkpointing)"]
+    assert rows(readme, "**Some GPU (simulated)**")["llama3_8b, full, 64GiB of host memory"] == ["1.500"]
+
+
+def test_measured_cells_are_set_beside_rehearsals_of_their_day(monkeypatch, project):
+    memory = {"peak_reserved_bytes": 2**30, "alloc_retries": 0, "peak_rss_bytes": 2**31, "peak_allocated_bytes": 2**30}
+    write(project, result("checkpointing", 4096, 2.0, memory=memory))
+    keep_simulated(project / "results" / "rehearsed_measured", [result("checkpointing", 4096, 2.1)])
+    (project / "results" / "rehearsed_measured" / "64GiB").rename(project / "results" / "rehearsed_measured/2027-01-02")
+    page, _ = pages(monkeypatch, project)
+    found = rows(page, "The rates of the simulated device were fitted")["llama3_8b, full, 4K: checkpointing"]
+    assert found == ["2.00 s", "2.10 s", "+5.0%", "1.0 GiB", "16.0 GiB"]
 
 
 def test_the_longest_sequences_are_in_a_table_of_their_own(monkeypatch, project):
@@ -221,9 +283,32 @@ def test_the_parts_of_alst_have_a_section_that_names_their_version(monkeypatch, 
     found = rows(section, "**Some GPU (simulated), 64GiB of host memory: llama3_8b, all weights trained**")
     assert found == {
         "checkpointing": ["oom"],
-        "DeepSpeed ALST": ["5.00 s (16.0 GiB, 0)"],
-        "ALST, reentrant checkpoints": ["4.00 s (16.0 GiB, 0)"],
+        "DeepSpeed ALST": ["5.00 s"],
+        "ALST, reentrant checkpoints": ["4.00 s"],
         "Memo auto, memory unplanned": ["2.00 s (16.0 GiB, 1.0 GiB)"],
-        "Memo's best: times as fast as the best other": ["2.00 x"],
+        "Memo's default: times as fast": ["2.000 (ALST, reentrant checkpoints)"],
     }
     assert "Some GPU" not in readme, "the README compares with the methods of the main tables"
+
+
+def test_the_first_screen_says_what_the_results_say():
+    """The ratios of the sentences above the tables of the README and of the site."""
+    comparison, performance = load("pages.comparison"), load("performance")
+    results = ROOT / "benchmarks" / "results"
+
+    def group_of(found, day=""):
+        groups = comparison.groups_of(found)
+        return next(g for g in groups if g.cell.group == "llama3_8b-all-lora-cudnn" and g.code.startswith(day))
+
+    hosts = {host: found for host, _, found in performance.load_rehearsed(results / "rehearsed")}
+    simulated = group_of(hosts["128GiB"])
+    best = {n: simulated.best_other(n * 1024)[0] for n in (64, 128, 256)}
+    assert best[64] == best[128] == "selective" != best[256]
+    over = {n: f"{simulated.best_other(n * 1024)[1] / simulated.default(n * 1024)[1]:.2f}" for n in best}
+    measured = group_of(performance.load_devices(results / "gpu")["NVIDIA H200"], "2026-11-26")
+    seconds = [measured.seconds(method, 65536) for method in ("checkpointing", "memo_alpha_0")]
+    readme, site = (" ".join((ROOT / path).read_text().split()) for path in ("README.md", "docs/index.md"))
+    for text in (readme, site):
+        assert f"{over[128]} to {over[64]} times as fast" in text
+        assert f"a step is {over[256]} times as fast as with the fastest method that fits" in text
+    assert f"{seconds[0] / seconds[1]:.2f} times as fast as with gradient checkpointing" in readme

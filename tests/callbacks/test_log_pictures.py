@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
+from support.samples.callbacks import Watch
 from support.trainer_harness import LanguageModel, fit, loader
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -33,7 +34,7 @@ def test_tensorboard_shows_the_files_of_the_run(tmp_path: Path) -> None:
     # Another alpha than elsewhere, because the plan of memory is cached for later runs.
     fit(
         MemoStrategy(alpha=0.625), LanguageModel("llama"), loader(STEPS), max_steps=STEPS, logger=loggers,
-        callbacks=[ScheduleRecorder(step=None), WriteReport()],
+        callbacks=[Watch(), ScheduleRecorder(step=None), WriteReport()],
     )  # fmt: skip
     found = images(tmp_path / "board")
     assert set(found) == PICTURES

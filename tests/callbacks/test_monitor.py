@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import html
 import io
 import re
 import warnings
@@ -85,7 +86,10 @@ def test_loggers_get_the_metrics_every_n_steps(tmp_path: Path) -> None:
     train(tmp_path, Monitor(PEAK), logger=logger)
     with (tmp_path / "metrics.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["throughput/mfu"]]
-    assert [(row["step"], row["memo/alpha"]) for row in rows] == [("2", "0.5"), ("4", "0.5")]
+    assert [(row["step"], row["memo/alpha"]) for row in rows] == [
+        ("1", "0.5"),
+        ("3", "0.5"),
+    ]  # Lightning counts steps from 0
 
 
 def test_stalls_are_the_waits_of_the_schedule(tmp_path: Path) -> None:
@@ -266,6 +270,13 @@ def test_names_are_shown_and_never_run(tmp_path: Path) -> None:
     page = Page((tmp_path / "report.html").read_text())
     assert not {"script", "i", "b", "u"} & set(page.tags)
     assert '"&$facts' in "".join(page.words)
+
+
+@pytest.mark.parametrize("name", [r"$\frac{$loss", "$x$", r"\$5$", "a $ b", r"$\undefined$"])
+def test_names_of_metrics_are_no_formulas(name):
+    drawn = curve_svg(name, {name: [(1, 2.0), (2, 1.0)], "other": [(1, 2.0)]})
+    text = html.escape(name, quote=False)
+    assert drawn.count(f"<!-- {text} -->") == 2, "the title, and the line in the legend"
 
 
 def test_curves_have_gaps_where_there_is_no_number() -> None:

@@ -60,9 +60,9 @@ def test_defaults_are_the_documented_ones():
     config = MemoConfig()
     assert (config.data_parallel_size, config.alpha, config.slice_tokens) == ("auto", "auto", "auto")
     assert config.loss_chunk_tokens == "auto" and MemoConfig(loss_chunk_tokens=None).loss_chunk_tokens is None
-    assert (config.attention, config.schedule, config.context_parallel_method) == ("auto", "auto", "ring")
+    assert (config.attention, config.schedule, config.ulysses_size) == ("auto", "auto", 1)
     assert config.plan_memory is True
-    assert config.check_restored is False
+    assert config.check_slices is True
     assert config.device_memory_bytes is None
     assert config.host_memory_bytes is None
 
@@ -98,18 +98,15 @@ REFUSED = [
     ({"tensor_parallel_size": "auto"}, "tensor_parallel_size='auto' is not a number of processes"),
     ({"zero_stage": 4}, "zero_stage=4 is not known: give 0, 1, 2 or 3"),
     ({"zero_stage": False}, "zero_stage=False is not known"),
-    (
-        {"context_parallel_method": "tree"},
-        'context_parallel_method=\'tree\' is not known: give one of "ring", "ulysses", "usp"',
-    ),
-    ({"ulysses_size": 2}, 'ulysses_size=2 contradicts context_parallel_method="ring"'),
+    ({"ulysses_size": 2}, "ulysses_size=2 does not divide context_parallel_size=1"),
+    ({"ulysses_size": "ring"}, "ulysses_size='ring' is not a number of processes"),
     ({"offload_state": "yes"}, "offload_state='yes' is not a switch: give True or False"),
     (
         {"attention": "xformers"},
         '"auto", "sdpa", "cudnn", "flash_attn", "flash_attn_3", "flash_attn_4", "transformer_engine"',
     ),
     ({"schedule": ["layer"]}, '"auto", "layer", "nest"'),
-    ({"check_restored": 1}, "check_restored=1 is not a switch: give True or False"),
+    ({"check_slices": 1}, "check_slices=1 is not a switch: give True or False"),
     ({"plan_memory": "yes"}, "plan_memory='yes' is not a switch: give True or False"),
     ({"slice_tokens": 0}, "slice_tokens=0 is not a number of tokens"),
     ({"slice_tokens": 1.0}, "slice_tokens=1.0 is not a number of tokens"),

@@ -19,10 +19,9 @@ from support.paths import REFERENCE, ROOT
 from support.samples.documents import TEXTS
 from support.samples.models import SAVED
 
+from lightning_memo.cli.build_run import build_strategy
 from lightning_memo.cli.hydra_command import config_dir
-from lightning_memo.cli.runs.build_run import build_strategy
-from lightning_memo.estimate.command import answer
-from lightning_memo.estimate.request.command_settings import read_settings
+from lightning_memo.estimate.command import answer, read_settings
 from lightning_memo.models import ModelConfig, build_model, load_hf_config
 from lightning_memo.parallel.parallel_sizes import resolve_sizes
 from lightning_memo.train import main

@@ -324,7 +324,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(run, monkey
 
     monkeypatch.setattr(Path, "touch", touch)
     monkeypatch.setattr(command, "place", lambda *_, **__: pytest.fail("placed"))
-    assert_refused(run(), "out.csv cannot be written: Permission denied")
+    assert_refused(run(), "out.csv cannot be written (Permission denied): give a folder that can be written to")
 
 
 def test_a_full_disk_is_reported(run, monkeypatch):

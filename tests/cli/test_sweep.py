@@ -15,10 +15,8 @@ from support.commands import MODULE, SWEEP, TINY_RUN, WITHOUT_REPORT, environmen
 from support.commands import run as run_command
 from support.markers.slow import slow_if
 
-from lightning_memo.cli.run_summary import RunSummary
-from lightning_memo.cli.sweeps.job_settings import differing_settings
-from lightning_memo.cli.sweeps.sweep_picture import draw_sweep
-from lightning_memo.cli.sweeps.sweep_report import load_runs, sweep_results_table
+from lightning_memo.cli.run_summary import RunSummary, differing_settings
+from lightning_memo.cli.sweep import draw_sweep, load_runs, sweep_results_table
 
 
 def run(seq_len, *more, **changes):

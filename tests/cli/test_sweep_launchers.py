@@ -9,7 +9,7 @@ from support.commands import MODULE, SWEEP, TINY_RUN, WITHOUT_REPORT, free_port,
 from support.markers.extras import extra
 
 from lightning_memo.cli.hydra_command import command_error_message
-from lightning_memo.cli.sweeps.sweep_report import load_runs
+from lightning_memo.cli.sweep import load_runs
 
 submitit = extra("submitit", "slurm")
 

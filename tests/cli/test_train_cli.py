@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 from support.commands import MODULE, run
+from support.disks import mounted
 from support.markers.slow import slow_if
 from support.paths import ROOT
 
 from lightning_memo import train as command
+from lightning_memo.cli import baselines
 from lightning_memo.cli.hydra_command import command_error_message, config_dir
-from lightning_memo.cli.runs import baselines
 from lightning_memo.utils.files import replacing
 
 EXPERIMENTS = sorted(path.stem for path in Path(config_dir(), "experiment").glob("demo*.yaml"))  # on a CPU
@@ -131,12 +132,19 @@ def test_resuming_the_newest_run(train, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["trainer.precision=16-mixed"], "trainer.precision=16-mixed: give one of 32-true, bf16-true, bf16-mixed"),
+        (
+            ["trainer.precision=16-mixed"],
+            "trainer.precision=16-mixed: give one of 32-true, 64-true, bf16-true, bf16-mixed",
+        ),
         (["trainer.precision=8"], "trainer.precision=8: give one of"),
         (["model=nothing"], "Could not find 'model/nothing' Available options"),
         (["nothing=1"], "nothing: no such setting; --help lists all"),
         (["data.seqlen=16"], "data.seqlen: no such setting; did you mean data.seq_len?"),
         (["seq_len=16"], "seq_len: no such setting; did you mean data.seq_len?"),
+        (
+            ["strategy.context_parallel_method=usp"],
+            "strategy.context_parallel_method: no setting any more: set ulysses_size",
+        ),
         (["zero_stage=1"], "zero_stage: no such setting; did you mean parallel.zero_stage or strategy.zero_stage?"),
         (["data=documents"], "data.max_bytes: the chosen data has no such setting; data=text has it"),
         (["+datum=1"], "datum: no such setting; did you mean data"),
@@ -164,7 +172,7 @@ def test_resuming_the_newest_run(train, tmp_path):
         (["ckpt_path=last"], "ckpt_path=last: no checkpoint in outputs/train/runs"),
         (
             ["paths.root=/dev/null/runs"],
-            "cannot create the folder of the run; give a writable folder as paths",
+            " (Not a directory): give a folder that can be written to as paths.root=FOLDER",
         ),
         (["-m", "model=nothing,llama_tiny"], "Could not find 'model/nothing'"),
     ],
@@ -176,6 +184,25 @@ def test_mistakes_end_with_one_line(train, overrides, message):
     assert len(errors) == 1
     assert message in errors[0]
     assert "Traceback" not in err
+
+
+@slow_if(lambda size, failing: size == "36k")
+@pytest.mark.parametrize(
+    ("size", "failing"),
+    [("4k", "{root}"), ("28k", "{root}/train/runs/"), ("36k", "{root}/train/runs/")],
+    ids=["settings", "logger", "checkpoint"],
+)
+def test_a_full_disk_ends_with_one_line(train, tmp_path, size, failing):
+    """It is full when Hydra writes the settings, a logger its files, or the run a checkpoint."""
+    with mounted(tmp_path / "disk", size) as disk:
+        status, _, err = train(f"paths.root={disk}", "callbacks.checkpoint.every_n_train_steps=2")
+        errors = [line for line in err.splitlines() if line.startswith("error: ")]
+        assert status == 2 and "Traceback" not in err and len(errors) == 1
+        assert errors[0].startswith(f"error: {failing.format(root=disk)}")
+        assert (
+            " cannot be written (No space left on device): free space there, or give a folder on another" in errors[0]
+        )
+        assert not list(disk.glob("**/*.ckpt"))
 
 
 def test_a_model_with_a_tokenizer_gets_no_bytes(train, tmp_path):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import pickle
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,11 +26,13 @@ from support.commands import (
     torchrun,
 )
 from support.markers.slow import slow_if
+from support.pickles import Touches
+from torch.distributed import TCPStore
 
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.cli.hydra_command import config_dir
 from lightning_memo.cli.launch import SweepRefused, arguments_of_process
-from lightning_memo.utils.process_rank import is_rank_zero
+from lightning_memo.utils.process import is_rank_zero
 
 PARALLEL_EXPERIMENTS = sorted(p.stem for p in Path(config_dir(), "experiment").glob("*.yaml") if "parallel" in p.stem)
 PAGE = (ROOT / "docs" / "parallelism.md").read_text()
@@ -258,3 +263,36 @@ def test_a_sweep_in_one_process_of_torchrun_is_allowed(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SweepRefused):
         arguments_of_process(["--multirun", "data.seq_len=16,32"])
+
+
+SECOND_PROCESS = """
+from lightning_memo.cli.launch import computed_on_rank_zero
+try:
+    print(computed_on_rank_zero(lambda: "own"))
+except ValueError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.parametrize("sent", ["result", "error", "pickle", "not a document"])
+def test_a_result_in_the_store_of_the_rendezvous_runs_no_code(tmp_path, sent):
+    """Whoever reaches the port can write to the store."""
+    touched = tmp_path / "touched"
+    written = {
+        "result": b'{"result": [null, "last.ckpt"]}',
+        "error": b'{"error": "no such checkpoint"}',
+        "pickle": pickle.dumps(Touches(str(touched))),
+        "not a document": b"{",
+    }[sent]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("lightning_memo/result", written)
+    ranks = {"RANK": "1", "LOCAL_RANK": "1", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    done = subprocess.run(
+        [sys.executable, "-c", SECOND_PROCESS],
+        env={**os.environ, **ranks, **address, "TORCHELASTIC_RUN_ID": "1"},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert not touched.exists()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("[None, 'last.ckpt']" if sent == "result" else "refused: ")

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.samples.documents import module
 
-from lightning_memo.data.balanced_order import balanced_order
 from lightning_memo.data.packing import PackedRows
-from lightning_memo.data.resumable_loader import EpochSampler, ResumableLoader
+from lightning_memo.data.resumable_loader import EpochSampler, ResumableLoader, balanced_order
 
 SEQ_LEN = 512
 

@@ -15,8 +15,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from lightning_memo.data import TextDataModule, unigram_entropy
-from lightning_memo.data.corpus import CorpusConfig, find_documents, load_corpus, pack
 from lightning_memo.data.resumable_loader import ChunkDataset, EpochSampler, ResumableLoader
+from lightning_memo.data.text_module import CorpusConfig, find_documents, load_corpus, pack
 from lightning_memo.data.tokenizer import load_tokenizer
 
 

@@ -13,9 +13,9 @@ from support.harness import EngineUnderTest, Step, loss_and_gradients
 from support.samples.cuda import make_batch, make_model
 
 from lightning_memo.artifacts.swap_plan import HostBacked
-from lightning_memo.engine.copies.cuda_stream import CudaCopyEvent, CudaCopyStream
-from lightning_memo.engine.memory.rounding_buffers import RoundingBuffers
+from lightning_memo.engine.copy_streams import CudaCopyEvent, CudaCopyStream
 from lightning_memo.engine.memory.row_matrices import HostRows
+from lightning_memo.engine.memory.slot_memory import RoundingBuffers
 
 # Longest delays of copies and kernels, in microseconds. Late kernels bring out copies that do not wait for them.
 DELAYS = [(20_000, 0), (3_000, 1_000)]

@@ -179,7 +179,7 @@ Path(f"losses{trainer.global_rank}").write_text(json.dumps(module.losses))
 """
 
 
-RING = {"context_parallel_size": 2, "context_parallel_method": "ring", "alpha": 0.5}
+RING = {"context_parallel_size": 2, "alpha": 0.5}
 OFFLOADED = {"zero_stage": 3, "offload_state": True, "alpha": 0.5}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
-from lightning_memo.kernels.async_transfer import to_device_async
+from lightning_memo.kernels.attention_kernel import to_device_async
 
 COMPARED = (1, 2, 4, 8)  # steps in which layers are compared with themselves in slices
 

@@ -171,21 +171,6 @@ def test_losses_may_be_kept_after_their_backward(family: str, alpha: float) -> N
         under_test.assert_as_planned()
 
 
-@slow_pair
-@each_family
-@each_alpha
-def test_second_backward_says_what_is_wrong(family: str, alpha: float) -> None:
-    model = build(family)
-    plain = loss_and_gradients(model, BATCHES[0])
-    with planned(model, BATCHES[0], alpha) as under_test:
-        loss = model(**BATCHES[0]).loss
-        loss.backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match=r"retain_graph.* not supported.*run a forward for each"):
-            loss.backward()
-        del loss
-        assert_agrees(under_test.step(BATCHES[0]), plain, alpha)
-
-
 @each_alpha
 def test_second_derivatives_are_refused(alpha: float) -> None:
     model = build("llama")
@@ -295,6 +280,32 @@ def test_dropped_graph_gives_its_memory_back(family: str, alpha: float) -> None:
         under_test.assert_empty()
         assert_agrees(under_test.step(BATCHES[0]), plain, alpha)
         under_test.assert_as_planned()
+
+
+class DecayingBlock(PlainBlock):
+    """Its gate is the output of an operation on a weight, which saves that output."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4)
+        self.decay = nn.Parameter(torch.randn(32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x) * self.decay.exp() * torch.softmax(self.decay, 0)
+
+
+@each_alpha
+@pytest.mark.usefixtures("no_garbage_collection")
+def test_functions_of_weights_do_not_keep_a_dropped_graph_alive(alpha: float) -> None:
+    model = PlainModel([DecayingBlock() for _ in range(3)])
+    plain = loss_and_gradients(model, BATCHES[0])
+    with EngineUnderTest(model) as under_test:
+        model(**BATCHES[0])
+        under_test.assert_empty()
+        under_test.profile_step(BATCHES[0])
+        under_test.load(alpha)
+        model(**BATCHES[0])
+        under_test.assert_empty()
+        assert_agrees(under_test.step(BATCHES[0]), plain, alpha)
 
 
 @each_alpha

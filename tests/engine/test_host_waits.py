@@ -17,11 +17,9 @@ from support.samples.streamed import build
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memo.engine.copies.copy_events import CopyEvent
-from lightning_memo.engine.copies.copy_streams import CopyStream, make_copy_stream
-from lightning_memo.engine.copies.cuda_stream import CudaCopyStream
-from lightning_memo.engine.copies.timeline_recorder import TimelineRecorder
+from lightning_memo.engine.copy_streams import CopyEvent, CopyStream, CudaCopyStream, make_copy_stream
 from lightning_memo.engine.memory import slot_memory as memory
+from lightning_memo.engine.timeline_recorder import TimelineRecorder
 from lightning_memo.loss.attach_loss import attach_chunked_loss
 from lightning_memo.parallel.batches.positions import right_padded_lengths
 

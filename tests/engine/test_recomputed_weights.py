@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lightning_memo.engine.forward.repeated_choices import NotedChoices
-from lightning_memo.engine.saved_tensors.non_activations import NonActivations
+from lightning_memo.engine.saved_tensors.call_arguments import NonActivations
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 

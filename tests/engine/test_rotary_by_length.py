@@ -83,7 +83,7 @@ def losses_of_fit(family: str, strategy: dict[str, Any] | None) -> list[float]:
     ("family", "settings"),
     [
         ("llama_dynamic_rope", {"context_parallel_size": 2}),
-        ("phi3_longrope", {"context_parallel_size": 2, "context_parallel_method": "ulysses"}),
+        ("phi3_longrope", {"context_parallel_size": 2, "ulysses_size": 2}),
     ],
 )
 def test_evaluation_leaves_the_tables_that_it_would_leave_in_one_process(family: str, settings: dict[str, Any]) -> None:

@@ -30,8 +30,9 @@ from support.harness import (
 from support.markers.slow import slow_if
 from torch import Tensor, nn
 
+from lightning_memo.artifacts.tensor_kind_costs import Place
 from lightning_memo.engine import Engine, TestMode
-from lightning_memo.engine.copies.thread_stream import ThreadCopyStream
+from lightning_memo.engine.copy_streams import ThreadCopyStream
 from lightning_memo.engine.forward.autocast import autocast_inputs
 from lightning_memo.engine.forward.cut_tokens import cut
 from lightning_memo.engine.forward.intercept import LayerMode, current_handler, handling
@@ -40,11 +41,13 @@ from lightning_memo.engine.memory.host_arena import HostArena
 from lightning_memo.engine.memory.saved_storages import Registry, gapless_strides, is_dense
 from lightning_memo.engine.memory.slot import Slot, SlotShare
 from lightning_memo.engine.memory.slot_memory import SlotMemory
-from lightning_memo.engine.saved_tensors.non_activations import NonActivations
+from lightning_memo.engine.saved_tensors.call_arguments import NonActivations
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.planner.token_slices import (
     ALIGNMENT_BYTES,
-    Action,
+    KEPT,
+    RECOMPUTED,
+    SWAPPED,
     SavedBytes,
     TokenRange,
     aligned,
@@ -52,7 +55,8 @@ from lightning_memo.planner.token_slices import (
     slot_bytes,
 )
 
-KEEP, SWAP, RECOMPUTE = Action.KEEP, Action.SWAP, Action.RECOMPUTE
+KEEP, SWAP, RECOMPUTE = KEPT, SWAPPED, RECOMPUTED
+Places = tuple[tuple[str, Place], ...]
 SHAPES = [(1, 61, 15), (2, 64, 13)]  # batch, tokens, slice_tokens: five slices, of which the last has one or 12 tokens
 WITH_ALL = ("llama_gqa", "mixtral")
 # Farthest from fp64, in units of plain training's distance; see test_gradients.
@@ -160,7 +164,7 @@ def test_slots_are_filled_as_predicted(profiled: tuple[EngineUnderTest, Trained,
     under_test.assert_empty()
 
 
-def _ranges(*parts: tuple[int, Action]) -> tuple[TokenRange, ...]:
+def _ranges(*parts: tuple[int, Places]) -> tuple[TokenRange, ...]:
     stops = [sum(tokens for tokens, _ in parts[: n + 1]) for n in range(len(parts))]
     return tuple(TokenRange(stop - n, stop, action) for stop, (n, action) in zip(stops, parts, strict=True))
 
@@ -229,14 +233,14 @@ def test_slices_cover_all_tokens_in_order(tokens: int, alpha: float, longest: in
     assert slices[0].start == 0 and slices[-1].stop == tokens
     assert all(a.stop == b.start for a, b in itertools.pairwise(slices))
     assert all(0 < part.tokens <= (longest or tokens) for part in slices)
-    actions = [part.action for part in slices]
+    actions = [part.places for part in slices]
     assert actions == sorted(actions, key=[SWAP, RECOMPUTE].index)
 
 
 @given(lengths, alphas)
 def test_alpha_is_the_share_of_swapped_tokens(tokens: int, alpha: float) -> None:
     slices = slice_tokens_by_alpha(tokens, alpha)
-    swapped = sum(part.tokens for part in slices if part.action is SWAP)
+    swapped = sum(part.tokens for part in slices if part.places == SWAP)
     assert swapped <= alpha * tokens + 1e-3
     assert alpha * tokens - swapped < (128 if tokens >= 2048 else 1)
     assert len(slices) == (swapped > 0) + (swapped < tokens)
@@ -284,7 +288,7 @@ def test_slot_bytes_of_a_layer() -> None:
     # The second slice attends to the keys and values of the first.
     assert slot_bytes(saved, 100, _ranges((50, RECOMPUTE), (50, RECOMPUTE)), "layer") == both_lse + 1600 + 1600
     assert slot_bytes(saved, 100, _ranges((50, RECOMPUTE), (50, RECOMPUTE)), "nest") == whole
-    assert slot_bytes(saved, 100, _ranges((100, KEEP)), "layer") == 6400 + 128
+    assert slot_bytes(saved, 100, _ranges((100, KEEP)), "layer") == 6400
 
 
 def test_cut_takes_the_tokens_of_tensors_that_have_them() -> None:
@@ -446,7 +450,7 @@ def test_bytes_arrive_on_the_host_piece_by_piece(monkeypatch: pytest.MonkeyPatch
     slot = memory.lease(0, swap=True)
     values = torch.arange(256, dtype=torch.uint8, device=DEVICE)
     assert slot.put(values) is not None
-    memory.offload(slot, last=True)
+    memory.offload(slot)
     share = slot.to_host
     assert [stop for stop, _ in share.pieces] == [100, 200, 256] and share.offload is share.pieces[-1][1]
     first = share.arrival(64)

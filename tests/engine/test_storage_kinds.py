@@ -10,10 +10,12 @@ from typing import Any
 import peft
 import pytest
 import torch
-from support.families import FAMILIES, make_batch
+import torch.nn.functional as F
+from support.families import FAMILIES, PlainBlock, PlainModel, make_batch
 from support.harness import (
     Batch,
     Step,
+    assert_close,
     assert_equal,
     gradients_of,
     in_double,
@@ -277,6 +279,28 @@ def test_a_profiled_step_drops_attention_for_which_the_host_has_no_room(family: 
         assert memory.stats.peak_host_bytes == memory.host_bytes == leaving * (inputs + attention) - dropped * attention
         again = under_test.profile.seconds_of("attention_again")
         assert [seconds > 0 for seconds in again] == [leaving - dropped <= n < leaving for n in range(leaving + 2)]
+
+
+class NamedAsKinds(PlainBlock):
+    """Two of its projections have the names of kinds of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4)
+        self.state, self.key = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.key(F.silu(self.state(x)))
+
+
+def test_modules_with_names_of_kinds_are_products() -> None:
+    model, batch = PlainModel([NamedAsKinds() for _ in range(4)]), make_batch(2, TOKENS)
+    plain = loss_and_gradients(model, batch)
+    with ByKind(model) as under_test:
+        under_test.profile_step(batch)
+        assert "state.weight" in under_test.products and not {"state", "key"} & set(under_test.products)
+        for stored in ((), ("state.weight",), under_test.products):
+            under_test.load_storage(BASE | {name: [("swap", 8, TOKENS)] for name in stored})
+            assert_close(under_test.step(batch), plain)
 
 
 # ---- copy races

@@ -15,8 +15,7 @@ from support.markers.slow import slow_if
 from torch import nn
 
 from lightning_memo.engine import TestMode
-from lightning_memo.engine.copies.copy_events import CopyEvent
-from lightning_memo.engine.copies.thread_stream import ThreadCopyStream
+from lightning_memo.engine.copy_streams import CopyEvent, ThreadCopyStream
 from lightning_memo.engine.memory import slot_memory as memory
 
 SEEDS = draws(4)

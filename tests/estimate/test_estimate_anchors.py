@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from support.paths import ROOT
 
+from lightning_memo.estimate.cluster import Constants, constants_of
 from lightning_memo.estimate.command import main
-from lightning_memo.estimate.inputs.constants import Constants, constants_of
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 

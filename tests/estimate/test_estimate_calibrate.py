@@ -12,14 +12,12 @@ from support.commands import errors, run
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
-from lightning_memo.cli.runs import calibration_runs
-from lightning_memo.estimate.calibration.calibrate import calibrate, main
-from lightning_memo.estimate.calibration.fitting import EFFICIENCIES, LayerMeasurement, StepMeasurement, fit
-from lightning_memo.estimate.inputs.constants import Constants, constants_of, read_constants
-from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.inputs.presets import load_cluster, load_model, load_preset
-from lightning_memo.estimate.request.estimate_request import Method, Question
-from lightning_memo.estimate.step.planner_inputs import estimated_layer_costs
+from lightning_memo.cli import calibration_runs
+from lightning_memo.estimate.calibrate import EFFICIENCIES, LayerMeasurement, StepMeasurement, calibrate, fit, main
+from lightning_memo.estimate.cluster import Constants, constants_of, read_constants
+from lightning_memo.estimate.planner_inputs import estimated_layer_costs
+from lightning_memo.estimate.presets import load_cluster, load_model, load_preset
+from lightning_memo.estimate.request import EstimateRequest, Method, Parallelism
 from lightning_memo.planner import plan_swap
 
 CLUSTER, SHAPE = load_cluster("h100"), load_model("llama_tiny")
@@ -35,10 +33,10 @@ COMMAND = ["python", "-m", "lightning_memo.estimate"]
 
 def costs(tokens: int, constants: Constants = TRUE, method: Method = "memo") -> LayerCosts:
     """The costs that a machine with these constants would measure."""
-    question = Question(
+    request = EstimateRequest(
         shape=SHAPE, cluster=CLUSTER, constants=constants, method=method, gpus=1, seq_len=tokens, batch_size=1
     )
-    return estimated_layer_costs(question, Parallelism())
+    return estimated_layer_costs(request, Parallelism())
 
 
 def measurement(tokens: int, factor: float = 1.0) -> LayerMeasurement:

@@ -14,19 +14,18 @@ from support.trainer_harness import LanguageModel, batches, make_trainer
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.estimate.inputs.constants import constants_of
-from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.inputs.precision_bytes import Precision
-from lightning_memo.estimate.inputs.presets import load_cluster, load_model
-from lightning_memo.estimate.memory.slice_settings import Slices
-from lightning_memo.estimate.request.estimate_request import Question
-from lightning_memo.estimate.step.activation_fractions import format_alpha
-from lightning_memo.estimate.step.kind_costs import recomputed_products, storable_tensors
-from lightning_memo.estimate.step.step_estimate import estimate
-from lightning_memo.estimate.times.layer_times import layer_times
-from lightning_memo.estimate.why_slower import step_parts
-from lightning_memo.planner.storage.storage_plan_slices import stored_bytes_of_calls
-from lightning_memo.runtime.activation_plans import plan_by_kind
+from lightning_memo.estimate.cluster import constants_of
+from lightning_memo.estimate.parallelism_search import step_parts
+from lightning_memo.estimate.planner_inputs import recomputed_products, storable_tensors
+from lightning_memo.estimate.precision_bytes import Precision
+from lightning_memo.estimate.presets import load_cluster, load_model
+from lightning_memo.estimate.request import EstimateRequest, Parallelism
+from lightning_memo.estimate.slice_settings import Slices
+from lightning_memo.estimate.step_estimate import estimate
+from lightning_memo.estimate.step_times import layer_times
+from lightning_memo.estimate.tables import format_alpha
+from lightning_memo.planner.storage_plan_slices import stored_bytes_of_calls
+from lightning_memo.runtime import solve_plan
 from lightning_memo.shapes.adapters import adapters_of
 from lightning_memo.shapes.hf_config import shape_of
 
@@ -49,12 +48,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 LORA = {"r": 4, "target_modules": "all-linear"}
 
 
-def ask(**changes: Any) -> Question:
-    question = Question(
+def ask(**changes: Any) -> EstimateRequest:
+    request = EstimateRequest(
         shape=load_model("llama3_8b"), cluster=replace(load_cluster("h200"), host_bytes=2**37),
         constants=constants_of("h200"), method="memo", gpus=1, seq_len=2**16, batch_size=1, precision="bf16-true",
     )  # fmt: skip
-    return replace(question, **changes)
+    return replace(request, **changes)
 
 
 # ---- where plans name kinds
@@ -120,14 +119,14 @@ def test_stages_have_room_for_all_sequences_in_flight() -> None:
     ids=["dp", "tp", "cp"],
 )
 def test_several_processes_name_kinds(changes: dict[str, Any], parallel: Parallelism) -> None:
-    question = ask(gpus=2, cluster=load_cluster("h200"), **changes)
-    answer = estimate(question, parallel)
+    request = ask(gpus=2, cluster=load_cluster("h200"), **changes)
+    answer = estimate(request, parallel)
     assert answer.storage is not None
     assert ("mlp.gate_proj" in answer.storage) == (parallel.tp == 1)
-    parts = step_parts(question, answer)
+    parts = step_parts(request, answer)
     assert parts["recomputing"] == pytest.approx(answer.recompute_seconds)
     assert sum(parts.values()) == pytest.approx(answer.step_seconds)
-    alphas = [estimate(replace(question, alpha=alpha), parallel).step_seconds for alpha in (0.0, 0.25, 0.5)]
+    alphas = [estimate(replace(request, alpha=alpha), parallel).step_seconds for alpha in (0.0, 0.25, 0.5)]
     fitting = [seconds for seconds in alphas if seconds is not None]
     assert fitting and answer.step_seconds is not None and answer.step_seconds < min(fitting)
 
@@ -149,8 +148,10 @@ def test_alpha_0_where_the_device_has_no_room_for_kinds() -> None:
 # ---- products and bytes
 
 
-def trained(folder: Path, family: str, precision: Precision, lora: dict[str, Any] | None) -> tuple[Plan, Question]:
-    """The plan of a run that keeps everything, and the question whose estimate predicts its products."""
+def trained(
+    folder: Path, family: str, precision: Precision, lora: dict[str, Any] | None
+) -> tuple[Plan, EstimateRequest]:
+    """The plan of a run that keeps everything, and the request whose estimate predicts its products."""
     config = transformers.AutoConfig.for_model(family, **FAMILIES[family])
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
 
@@ -178,15 +179,15 @@ def trained(folder: Path, family: str, precision: Precision, lora: dict[str, Any
 def test_products_and_the_bytes_of_a_plan_are_those_of_training(
     tmp_path: Path, family: str, precision: Precision, lora: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_by_kind, "plain_plan", lambda *_: None)
-    plan, question = trained(tmp_path, family, precision, lora)
-    products = recomputed_products(question, TOKENS)
+    monkeypatch.setattr(solve_plan, "plain_plan", lambda *_: None)
+    plan, request = trained(tmp_path, family, precision, lora)
+    products = recomputed_products(request, TOKENS)
     assert plan.storage_costs is not None and plan.swap.storage is not None
     # No gradient goes through the first layer of a model with adapters, which therefore saves less.
     *first, call = plan.storage_costs.classes
     assert bool(first) == (lora is not None)
     assert {p.name: p.size_bytes for p in products} == {p.name: p.size_bytes for p in call.products}
-    tensors = storable_tensors(question, products, TOKENS)
+    tensors = storable_tensors(request, products, TOKENS)
     sizes = stored_bytes_of_calls(plan.swap.storage, [tensors] * plan.swap.calls, TOKENS, plan.swap.swapped_calls)
     assert sizes.kept >= plan.swap.kept_bytes > 0 and sizes.host >= plan.swap.stored_host_bytes
     assert lora or (sizes.kept, sizes.host) == (plan.swap.kept_bytes, plan.swap.stored_host_bytes)
@@ -204,5 +205,3 @@ def test_memory_bound_work_takes_time() -> None:
     assert slow.memory_bound == pytest.approx(2 * times.memory_bound)
     assert slow.forward - times.forward == pytest.approx(times.memory_bound)
     assert slow.backward - times.backward == pytest.approx(times.memory_bound_backward)
-    published = ask(cluster=load_cluster("a800"), constants=constants_of("a800"), gpus=8)
-    assert layer_times(published, Parallelism(cp=8)).memory_bound == 0  # in the fitted efficiency of products

@@ -17,18 +17,29 @@ from support.trainer_harness import LanguageModel, batches, make_trainer
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.estimate import Parallelism, Question, constants_of, estimate, load_cluster, load_model, search
+from lightning_memo.estimate import (
+    EstimateRequest,
+    Parallelism,
+    constants_of,
+    estimate,
+    load_cluster,
+    load_model,
+    search,
+)
 from lightning_memo.estimate.command import main
-from lightning_memo.estimate.inputs.precision_bytes import Precision, bytes_of
-from lightning_memo.estimate.memory.activations import saved_tensors
-from lightning_memo.estimate.memory.device_weights import device_parameters, layer_weights
-from lightning_memo.estimate.step.device_bytes import device_state_bytes, gathered_bytes
-from lightning_memo.estimate.step.kind_costs import recomputed_products
-from lightning_memo.estimate.step.planner_inputs import estimated_layer_costs
-from lightning_memo.estimate.times.expert_exchange import received_tokens
-from lightning_memo.estimate.times.layer_times import layer_times
-from lightning_memo.estimate.why_slower import step_parts
-from lightning_memo.runtime.activation_plans import plan_by_kind
+from lightning_memo.estimate.device_bytes import (
+    device_parameters,
+    device_state_bytes,
+    gathered_bytes,
+    layer_weights,
+    received_tokens,
+)
+from lightning_memo.estimate.parallelism_search import step_parts
+from lightning_memo.estimate.planner_inputs import estimated_layer_costs, recomputed_products
+from lightning_memo.estimate.precision_bytes import Precision, bytes_of
+from lightning_memo.estimate.saved_tensors import saved_tensors
+from lightning_memo.estimate.step_times import layer_times
+from lightning_memo.runtime import solve_plan
 from lightning_memo.shapes.hf_config import shape_of
 from lightning_memo.shapes.model_shape import ModelShape
 
@@ -68,12 +79,12 @@ def configured(case: str, **changes: Any) -> tuple[transformers.PreTrainedConfig
     return config, shape_of(config.to_dict(), case)
 
 
-def ask(**changes: Any) -> Question:
-    question = Question(
+def ask(**changes: Any) -> EstimateRequest:
+    request = EstimateRequest(
         shape=load_model("qwen3_30b_a3b"), cluster=load_cluster("h100"), constants=constants_of("h100"),
         method="memo", gpus=8, seq_len=2**20, batch_size=1, precision="bf16-true",
     )  # fmt: skip
-    return replace(question, **changes)
+    return replace(request, **changes)
 
 
 def train(folder: Path, config: transformers.PreTrainedConfig, tokens: int, **settings: Any) -> Plan:
@@ -145,7 +156,7 @@ def test_what_layers_keep_is_measured_to_the_byte(case: str, precision: Precisio
         layers = under_test.profile.in_order()
     parts = [part for part in shape.runs for _ in range(part.layers)]
     for part, layer in zip(parts, layers, strict=True):
-        tensors = saved_tensors(part, kernels=part.kernels, sizes=bytes_of(precision, 1))
+        tensors = saved_tensors(part, sizes=bytes_of(precision, 1))
         measured = [size for item in layer.saved if (size := item.size_bytes // (batch * tokens))]
         assert sorted(measured) == sorted(tensor.bytes_per_token for tensor in tensors)
 
@@ -169,8 +180,7 @@ def test_tensor_parallel_processes_share_rows_but_not_routing(case: str) -> None
     _, shape = configured(case)
     part, sizes = shape.runs[-1], bytes_of("32-true", 2)
     one, two = (
-        {t.name: t.bytes_per_token for t in saved_tensors(part, kernels=part.kernels, sizes=sizes, tensor_parallel=tp)}
-        for tp in (1, 2)
+        {t.name: t.bytes_per_token for t in saved_tensors(part, sizes=sizes, tensor_parallel=tp)} for tp in (1, 2)
     )
     assert two["rows"] == one["rows"] and two["activated"] == one["activated"]
     twice = {name for name, size in two.items() if size == 2 * one[name]}
@@ -184,7 +194,7 @@ def test_tensor_parallel_processes_share_rows_but_not_routing(case: str) -> None
 )
 def test_products_are_those_of_training(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of experts have no name in a plan."""
-    monkeypatch.setattr(plan_by_kind, "plain_plan", lambda *_: None)
+    monkeypatch.setattr(solve_plan, "plain_plan", lambda *_: None)
     config, shape = configured(case, num_hidden_layers=4)
     costs = train(tmp_path, config, 64, storage="kinds", device_memory="64MiB").storage_costs
     assert costs is not None
@@ -204,16 +214,16 @@ def test_products_are_those_of_training(tmp_path: Path, case: str, monkeypatch: 
 
 @pytest.mark.parametrize(("groups", "shards"), [(1, 8), (2, 4), (8, 1)])
 def test_a_process_holds_its_share_of_the_experts(groups: int, shards: int) -> None:
-    question, parallel = ask(), replace(RING, expert_parallel_size=groups)
-    shape = question.shape
+    request, parallel = ask(), replace(RING, expert_parallel_size=groups)
+    shape = request.shape
     experts = 48 * 128 * 3 * 2048 * 768
     counts = device_parameters(shape, parallel)
     assert (counts.experts, counts.others) == (experts / groups, shape.parameters - experts - 2048)
     assert [ranks for _, ranks, _ in counts.by_ranks(parallel)] == [8, shards]
-    state = device_state_bytes(question, parallel)
+    state = device_state_bytes(request, parallel)
     sharded = counts.others / 8 + experts / 8  # by either way of dividing them
     assert (state.parameters, state.optimizer) == pytest.approx((2 * sharded, 4 * sharded))
-    gathered = gathered_bytes(question, parallel)
+    gathered = gathered_bytes(request, parallel)
     layer = layer_weights(shape, parallel)
     embedding, sharded_layer = 151936 * 2048, layer.others + (layer.experts if shards > 1 else 0)
     assert gathered == pytest.approx(max(6 * sharded_layer, 2 * embedding) + 4 * embedding)
@@ -260,21 +270,21 @@ def test_tokens_go_to_their_experts_and_back() -> None:
 def test_choices_send_as_many_tokens_as_random_ones() -> None:
     """Also with tensor parallelism, where each device sends the tokens that need its own share of the experts."""
     _, shape = configured("mixtral", num_local_experts=16)
-    question, tokens = ask(shape=shape, gpus=4, seq_len=2**14), 2**14
+    request, tokens = ask(shape=shape, gpus=4, seq_len=2**14), 2**14
     chosen = torch.rand(tokens, 16, generator=torch.Generator().manual_seed(0)).topk(3).indices
     homes = torch.zeros(tokens, 4, dtype=torch.bool).scatter_(1, chosen // 4, True)
-    assert received_tokens(question, Parallelism(dp=4, expert_parallel_size=4)) == pytest.approx(
+    assert received_tokens(request.shape, request.seq_len, Parallelism(dp=4, expert_parallel_size=4)) == pytest.approx(
         homes.sum().item(), rel=0.02
     )
     both = Parallelism(dp=2, tp=2, expert_parallel_size=2)
-    assert received_tokens(question, both) == pytest.approx(homes[:, ::2].sum().item(), rel=0.02)
+    assert received_tokens(request.shape, request.seq_len, both) == pytest.approx(homes[:, ::2].sum().item(), rel=0.02)
 
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_the_parts_of_a_step_add_up(size: int) -> None:
-    question, parallel = ask(), replace(RING, expert_parallel_size=size)
-    answer = estimate(question, parallel)
-    parts = step_parts(question, answer)
+    request, parallel = ask(), replace(RING, expert_parallel_size=size)
+    answer = estimate(request, parallel)
+    parts = step_parts(request, answer)
     assert sum(parts.values()) == pytest.approx(answer.step_seconds)
     assert (parts["expert-parallel traffic"] > 0) == (size > 1)
 
@@ -282,15 +292,15 @@ def test_the_parts_of_a_step_add_up(size: int) -> None:
 def test_layers_that_differ_take_their_own_time() -> None:
     """Layers with a window of 128 keys take a fraction of the time; layers without experts have their own width."""
     _, shape = configured("gpt_oss", num_hidden_layers=4, hidden_size=512, sliding_window=128)
-    question = ask(shape=shape, gpus=1, seq_len=2**17, method="full_recompute")
-    first, second = (layer_times(run, Parallelism()) for run in question.runs(Parallelism())[:2])
+    request = ask(shape=shape, gpus=1, seq_len=2**17, method="full_recompute")
+    first, second = (layer_times(run, Parallelism()) for run in request.runs(Parallelism())[:2])
     assert 100 * first.attention_forward < second.attention_forward
     assert first.dense == second.dense
-    costs = estimated_layer_costs(question, Parallelism())
+    costs = estimated_layer_costs(request, Parallelism())
     assert costs.forward_seconds[0] == costs.forward_seconds[2] < costs.forward_seconds[1]
     assert shape.model_flops(2**17) < replace(shape, parts=()).model_flops(2**17)
-    answer = estimate(question, Parallelism())
-    again = 2 * (first.recompute_all + second.recompute_all)
+    answer = estimate(request, Parallelism())
+    again = 2 * (first.forward + second.forward)
     assert answer.recompute_seconds == pytest.approx(again)
 
 
@@ -314,8 +324,8 @@ def test_the_search_divides_experts() -> None:
     assert {answer.parallel.expert_parallel_size for answer in _answers(dense, {"tp": 1, "zero_stage": 3})} == {1}
 
 
-def _answers(question: Question, forced: dict[str, int]) -> list[Any]:
-    ranking = search(question, forced)
+def _answers(request: EstimateRequest, forced: dict[str, int]) -> list[Any]:
+    ranking = search(request, forced)
     return [ranking.best, *(alternative.estimate for alternative in ranking.alternatives)]
 
 
@@ -345,10 +355,6 @@ def test_a_folder_of_a_mixture(tmp_path: Path, in_process: Any, monkeypatch: pyt
             ["expert_parallel_size=4 and cp=6: one must divide the other"],
         ),
         ("model=qwen3_8b parallel.expert_parallel_size=2", ["expert_parallel_size=2 is for mixtures of experts"]),
-        (
-            "model=qwen3_30b_a3b cluster=a800 parallel.expert_parallel_size=2",
-            ["expert_parallel_size=2 is for mixtures of experts that this package trains"],
-        ),
         ("model=qwen3_30b_a3b parallel.expert_parallel_size=0", ["give an integer of at least 1"]),
         ("model=qwen3_30b_a3b model.lora.r=8", ["adapters", "dense"]),
     ],

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from lightning_memo.estimate import (
+    EstimateRequest,
     Parallelism,
-    Question,
     constants_of,
     estimate,
     load_cluster,
@@ -19,14 +19,13 @@ from lightning_memo.estimate import (
     longest_with,
     search,
 )
-from lightning_memo.estimate.request.candidate_parallelisms import candidate_parallelisms
-from lightning_memo.estimate.why_slower import step_parts
+from lightning_memo.estimate.parallelism_search import candidate_parallelisms, step_parts
 
 K = 1024
 
 
 def ask(model="llama3_8b", cluster="h100", gpus=8, seq_len=128 * K, method="memo", batch_size=16, **more):
-    return Question(
+    return EstimateRequest(
         shape=load_model(model), cluster=load_cluster(cluster), constants=constants_of(cluster), method=method,
         gpus=gpus, seq_len=seq_len, batch_size=batch_size, **more,
     )  # fmt: skip
@@ -40,8 +39,8 @@ def sizes(answer):
 
 
 def test_candidates_are_all_products_that_divide():
-    question = ask(gpus=8)
-    found = candidate_parallelisms(question, {"pp": 1})
+    request = ask(gpus=8)
+    found = candidate_parallelisms(request, {"pp": 1})
     expected = {
         (tp, cp, 8 // tp // cp) for tp in (1, 2, 4, 8) for cp in (1, 2, 4, 8) if tp * cp <= 8
     }  # 8 key and value heads and a batch of 16: everything divides
@@ -65,17 +64,6 @@ def test_candidates_divide_heads_layers_sequence_and_batch():
 def test_forced_sizes_are_kept():
     found = candidate_parallelisms(ask(), {"tp": 2, "cp": 2, "zero_stage": 1, "pp": 1})
     assert found == [Parallelism(tp=2, cp=2, dp=2, zero_stage=1)]
-
-
-@pytest.mark.parametrize("method", ["deepspeed_ulysses", "fpdt"])
-def test_methods_without_tensor_parallelism_get_none(method):
-    found = candidate_parallelisms(ask(gpus=64, method=method), {})
-    assert found
-    assert all(p.tp == 1 and p.pp == 1 and p.cp <= 32 for p in found)  # 32 heads
-
-
-def test_megatron_shards_the_optimizer_at_most():
-    assert {p.zero_stage for p in candidate_parallelisms(ask(method="megatron"), {})} == {0, 1}
 
 
 @pytest.mark.parametrize(
@@ -111,12 +99,6 @@ def test_megatron_shards_the_optimizer_at_most():
             {"tp": 64, "pp": 1},
             "gpus=64, parallel.tp=64: no such parallelism is possible (64 does not divide the heads, 32): "
             "give parallel.tp=1, 2, 4 or 8",
-        ),
-        (
-            {"method": "fpdt"},
-            {"tp": 2},
-            "gpus=8, parallel.tp=2: no such parallelism is possible (fpdt has neither tensor nor pipeline parallelism: "
-            "tp and pp must be 1): give parallel.tp=1",
         ),
         (
             {"gpus": 24},
@@ -163,9 +145,9 @@ def test_parallelisms_that_the_length_rules_out_are_told():
 
 
 def test_the_best_is_the_fastest_of_those_that_fit():
-    question = ask()
-    ranking = search(question, {"pp": 1})
-    every = [estimate(question, p) for p in candidate_parallelisms(question, {"pp": 1})]
+    request = ask()
+    ranking = search(request, {"pp": 1})
+    every = [estimate(request, p) for p in candidate_parallelisms(request, {"pp": 1})]
     fitting = [answer for answer in every if answer.status == "ok"]
     fastest = min(answer.step_seconds for answer in fitting)
     assert ranking.best.status == "ok"
@@ -186,10 +168,10 @@ def test_alternatives_come_by_time_and_then_by_need():
 
 
 def test_one_stage_of_zero_stands_for_a_division_and_takes_no_more_memory_than_a_faster_one():
-    question = ask(seq_len=64 * K)
-    ranking = search(question, {"tp": 1, "cp": 8})
+    request = ask(seq_len=64 * K)
+    ranking = search(request, {"tp": 1, "cp": 8})
     assert not ranking.alternatives
-    stages = [estimate(question, Parallelism(cp=8, zero_stage=stage)) for stage in range(4)]
+    stages = [estimate(request, Parallelism(cp=8, zero_stage=stage)) for stage in range(4)]
     fitting = [stage for stage in stages if stage.status == "ok"]
     fastest = min(stage.step_seconds for stage in fitting)
     equal = [stage for stage in fitting if stage.step_seconds <= 1.001 * fastest]
@@ -197,7 +179,7 @@ def test_one_stage_of_zero_stands_for_a_division_and_takes_no_more_memory_than_a
 
 
 def test_where_nothing_fits_the_best_needs_least():
-    ranking = search(ask(model="llama3_70b", gpus=8, seq_len=4096 * K, method="megatron"), {"pp": 1})
+    ranking = search(ask(model="llama3_70b", gpus=8, seq_len=4096 * K, method="full_recompute"), {"pp": 1})
     assert ranking.best.status == "oom"
     assert ranking.best.step_seconds is None
     needs = [a.estimate.device_bytes["total"] for a in ranking.alternatives if a.estimate.status == "oom"]
@@ -221,7 +203,7 @@ def test_tensor_parallelism_over_the_network_is_told():
 
 
 def test_what_does_not_fit_names_the_largest_kind():
-    ranking = search(ask(model="gpt_7b", cluster="a800", seq_len=1024 * K, method="megatron"), {"pp": 1})
+    ranking = search(ask(model="gpt_7b", cluster="a800", seq_len=4096 * K, method="full_recompute"), {"pp": 1})
     for alternative in ranking.alternatives:
         sizes_of = {kind: size for kind, size in alternative.estimate.device_bytes.items() if kind != "total"}
         largest = max(sizes_of, key=sizes_of.get)
@@ -237,17 +219,17 @@ def test_a_host_that_is_full_is_told():
 @pytest.mark.parametrize(
     ("method", "pp"),
     [
-        *[(m, 1) for m in ("memo", "full_recompute", "full_swap", "megatron", "deepspeed_ulysses", "fpdt")],
-        *[(m, 2) for m in ("memo", "full_recompute", "megatron")],
+        *[(m, 1) for m in ("memo", "full_recompute", "full_swap", "plain")],
+        *[(m, 2) for m in ("memo", "full_recompute")],
     ],
 )
 def test_the_parts_of_a_step_are_all_of_it(method, pp):
-    question = ask(model="gpt_7b", cluster="a800", seq_len=64 * K, method=method)
+    request = ask(model="gpt_7b", cluster="a800", seq_len=64 * K, method=method)
     forced = {"pp": pp}
-    ranking = search(question, forced)
+    ranking = search(request, forced)
     for answer in [ranking.best, *[alternative.estimate for alternative in ranking.alternatives]]:
         if answer.status == "ok":
-            parts = step_parts(question, answer)
+            parts = step_parts(request, answer)
             assert sum(parts.values()) == pytest.approx(answer.step_seconds, rel=0.02)
             assert all(seconds >= 0 for seconds in parts.values())
 
@@ -256,13 +238,13 @@ def test_the_parts_of_a_step_are_all_of_it(method, pp):
 
 
 def test_the_longest_with_a_parallelism_fits_and_the_next_does_not():
-    question, parallel = ask(model="gpt_7b", cluster="a800"), Parallelism(tp=4, cp=2, zero_stage=1)
-    tokens = longest_with(question, parallel, 4 * K)
+    request, parallel = ask(model="gpt_7b", cluster="a800"), Parallelism(tp=4, cp=2, zero_stage=1)
+    tokens = longest_with(request, parallel, 4 * K)
     assert tokens % (4 * K) == 0
-    assert estimate(replace(question, seq_len=tokens), parallel).status == "ok"
-    assert estimate(replace(question, seq_len=tokens + 4 * K), parallel).status != "ok"
-    assert longest_with(question, parallel, 4 * K, above=tokens) is None
-    assert longest_with(question, parallel, 4 * K, above=tokens - 1) == tokens
+    assert estimate(replace(request, seq_len=tokens), parallel).status == "ok"
+    assert estimate(replace(request, seq_len=tokens + 4 * K), parallel).status != "ok"
+    assert longest_with(request, parallel, 4 * K, above=tokens) is None
+    assert longest_with(request, parallel, 4 * K, above=tokens - 1) == tokens
 
 
 def test_lengths_are_multiples_of_what_divides_them():
@@ -270,14 +252,14 @@ def test_lengths_are_multiples_of_what_divides_them():
     assert tokens % 3000 == 0
 
 
-@pytest.mark.parametrize("method", ["memo", "megatron", "deepspeed_ulysses", "fpdt"])
+@pytest.mark.parametrize("method", ["memo", "full_recompute", "full_swap"])
 def test_the_longest_is_that_of_the_best_parallelism(method):
-    question = ask(method=method)
-    tokens = longest(question, {"pp": 1}, 64 * K)
-    each = [longest_with(question, p, 64 * K) or 0 for p in candidate_parallelisms(question, {"pp": 1})]
+    request = ask(method=method)
+    tokens = longest(request, {"pp": 1}, 64 * K)
+    each = [longest_with(request, p, 64 * K) or 0 for p in candidate_parallelisms(request, {"pp": 1})]
     assert tokens == max(each)
-    assert search(replace(question, seq_len=tokens), {"pp": 1}).best.status == "ok"
-    assert search(replace(question, seq_len=tokens + 64 * K), {"pp": 1}).best.status != "ok"
+    assert search(replace(request, seq_len=tokens), {"pp": 1}).best.status == "ok"
+    assert search(replace(request, seq_len=tokens + 64 * K), {"pp": 1}).best.status != "ok"
 
 
 def test_more_gpus_allow_longer_sequences():
@@ -297,11 +279,11 @@ def test_progress_is_told():
 
 
 def test_a_search_of_64_gpus_takes_seconds():
-    question = ask(model="llama3_70b", gpus=64)
+    request = ask(model="llama3_70b", gpus=64)
     start = time.process_time()
-    tokens = longest(question, {}, 4 * K)
-    search(replace(question, seq_len=tokens), {})
+    tokens = longest(request, {}, 4 * K)
+    search(replace(request, seq_len=tokens), {})
     assert time.process_time() - start < 30
     start = time.process_time()
-    estimate(question, Parallelism(tp=8, cp=8, zero_stage=3))
+    estimate(request, Parallelism(tp=8, cp=8, zero_stage=3))
     assert time.process_time() - start < 2

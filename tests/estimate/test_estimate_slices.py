@@ -14,8 +14,8 @@ from support.trainer_harness import batches, make_trainer
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.estimate import (
+    EstimateRequest,
     Parallelism,
-    Question,
     Slices,
     constants_of,
     estimate,
@@ -24,10 +24,10 @@ from lightning_memo.estimate import (
     longest,
     search,
 )
-from lightning_memo.estimate.inputs.precision_bytes import Precision, bytes_of
-from lightning_memo.estimate.step.planner_inputs import estimated_layer_costs
-from lightning_memo.estimate.suggest_slices import suggest_slices
-from lightning_memo.estimate.times.streamed_times import tokens_read
+from lightning_memo.estimate.planner_inputs import estimated_layer_costs
+from lightning_memo.estimate.precision_bytes import Precision, bytes_of
+from lightning_memo.estimate.step_times import tokens_read
+from lightning_memo.estimate.what_would_fit import suggest_slices
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.models import CausalLM
 from lightning_memo.planner.token_slices import slice_tokens_by_alpha
@@ -104,24 +104,24 @@ def test_an_estimate_with_slices_takes_what_training_plans_and_measures(
         pytest.importorskip("peft")
     shape = replace(SMALL, **changes, adapters=adapters_of(lora or {}))
     trained = train(tmp_path, shape, slices, tokens, precision, lora)
-    question = Question(
+    request = EstimateRequest(
         shape=shape, cluster=load_cluster("h100"), constants=constants_of("h100"), method="memo", gpus=1,
         seq_len=tokens, batch_size=1, precision=precision, alpha=0.5, slices=slices,
     )  # fmt: skip
-    sizes, measured, told = bytes_of(precision, 1), trained.costs, estimated_layer_costs(question, Parallelism())
+    sizes, measured, told = bytes_of(precision, 1), trained.costs, estimated_layer_costs(request, Parallelism())
     for name in ("input_bytes", "attention_bytes"):
         assert getattr(told, name) == getattr(measured, name), name
     # No gradient goes through the first layer of a model with adapters, which therefore saves less.
     assert told.other_bytes[1:] == measured.other_bytes[1:] and told.other_bytes[0] >= measured.other_bytes[0]
     assert lora or told.other_bytes[0] == measured.other_bytes[0]
     swap = trained.swap
-    planned = slices.streamed_bytes(shape, kernels=shape.kernels, sizes=sizes, tokens=tokens, alpha=swap.alpha)
+    planned = slices.streamed_bytes(shape, sizes=sizes, tokens=tokens, alpha=swap.alpha)
     assert (planned.slot, planned.gradients, planned.staging, planned.states) == (
         swap.slot_bytes, swap.gradient_host_bytes, swap.staging_bytes, swap.state_host_bytes,
     )  # fmt: skip
     assert planned.host >= swap.streamed_host_bytes
     assert lora or planned.host == swap.streamed_host_bytes
-    answer = estimate(question, Parallelism())
+    answer = estimate(request, Parallelism())
     assert answer.host_bytes == planned.host
     passing = slices.tokens * shape.hidden * sizes.stream if slices.states_on_host else 0
     share = slices.tokens / tokens
@@ -138,12 +138,12 @@ def test_an_estimate_with_slices_takes_what_training_plans_and_measures(
 # ---- times
 
 
-def ask(seq_len: int, model: str = "llama3_2_1b", **changes: Any) -> Question:
-    question = Question(
+def ask(seq_len: int, model: str = "llama3_2_1b", **changes: Any) -> EstimateRequest:
+    request = EstimateRequest(
         shape=load_model(model), cluster=load_cluster("h100"), constants=constants_of("h100"), method="memo", gpus=1,
         seq_len=seq_len, batch_size=1, precision="bf16-true",
     )  # fmt: skip
-    return replace(question, **changes)
+    return replace(request, **changes)
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 512, 513, 1025, 5000])
@@ -162,9 +162,9 @@ def test_keys_and_values_are_waited_for_where_slices_are_short_or_the_link_slow(
     """The time to read a block of keys and values does not depend on the number of queries."""
     fast = ask(256 * K)
     slow = replace(fast, cluster=replace(fast.cluster, host_bandwidth=1e10))
-    for question, tokens, waits in ((fast, 32 * K, False), (slow, 128 * K, False), (slow, 4 * K, True)):
-        whole = estimated_layer_costs(replace(question, seq_len=256 * K), Parallelism())
-        sliced = estimated_layer_costs(replace(question, slices=Slices(tokens=tokens)), Parallelism())
+    for request, tokens, waits in ((fast, 32 * K, False), (slow, 128 * K, False), (slow, 4 * K, True)):
+        whole = estimated_layer_costs(replace(request, seq_len=256 * K), Parallelism())
+        sliced = estimated_layer_costs(replace(request, slices=Slices(tokens=tokens)), Parallelism())
         pairs = ((each.forward_seconds[0], each.backward_seconds[0]) for each in (sliced, whole))
         slower = [seconds / least for seconds, least in zip(*pairs, strict=True)]
         assert min(slower) >= 1.0
@@ -204,14 +204,14 @@ def test_longer_sequences_fit_in_slices() -> None:
 
 
 def test_slices_are_offered_where_swapping_is_not_enough() -> None:
-    question = ask(K * K)
-    assert search(question).best.status == "oom"
-    answer = suggest_slices(question, {"pp": 1})
+    request = ask(K * K)
+    assert search(request).best.status == "oom"
+    answer = suggest_slices(request, {"pp": 1})
     assert answer is not None and answer.status == "ok" and answer.slices is not None
-    asked = search(replace(question, slices=answer.slices)).best
+    asked = search(replace(request, slices=answer.slices)).best
     assert asked == answer
     larger = replace(answer.slices, tokens=2 * answer.slices.tokens)
-    assert search(replace(question, slices=larger)).best.status != "ok"
+    assert search(replace(request, slices=larger)).best.status != "ok"
 
 
 def test_nothing_is_offered_where_slices_do_not_help() -> None:
@@ -238,6 +238,6 @@ def test_what_is_not_estimated_is_refused(changes: dict[str, Any], parallel: Par
 
 
 def test_data_parallel_slices_are_those_of_one_device_with_less_state() -> None:
-    question = ask(256 * K, slices=Slices(tokens=32 * K), gpus=8, batch_size=8)
-    answer = search(question, {"dp": 8}).best
+    request = ask(256 * K, slices=Slices(tokens=32 * K), gpus=8, batch_size=8)
+    answer = search(request, {"dp": 8}).best
     assert answer.status == "ok" and answer.parallel.dp == 8

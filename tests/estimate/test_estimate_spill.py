@@ -12,9 +12,9 @@ from support.trainer_harness import batches, make_trainer
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.artifacts.spill_layout import BLOCK_BYTES
-from lightning_memo.estimate import Parallelism, Question, constants_of, estimate, load_cluster, load_model
-from lightning_memo.estimate.step.planner_inputs import device_budget, estimated_layer_costs
+from lightning_memo.artifacts.slot_layouts import BLOCK_BYTES
+from lightning_memo.estimate import EstimateRequest, Parallelism, constants_of, estimate, load_cluster, load_model
+from lightning_memo.estimate.planner_inputs import device_budget, estimated_layer_costs
 from lightning_memo.models import CausalLM
 
 K, GB = 1024, 10**9
@@ -26,15 +26,15 @@ CONFIG = {
 }  # fmt: skip
 
 
-def ask(**changes: Any) -> Question:
+def ask(**changes: Any) -> EstimateRequest:
     cluster = replace(
         load_cluster("h100"), host_bytes=128 * 2**30, disk_write_bandwidth=6.0 * GB, disk_read_bandwidth=10.0 * GB
     )
-    question = Question(
+    request = EstimateRequest(
         shape=load_model("llama3_2_1b"), cluster=cluster, constants=constants_of("h100"), method="memo", gpus=1,
         seq_len=256 * K, batch_size=1, precision="bf16-true", spill_bytes=2**40,
     )  # fmt: skip
-    return replace(question, **changes)
+    return replace(request, **changes)
 
 
 def train(folder: Path, host_bytes: int) -> Plan:
@@ -54,12 +54,12 @@ def test_what_goes_to_the_disk_is_what_training_sends_there(tmp_path: Path) -> N
     shape = replace(
         load_model("llama_tiny"), layers=6, hidden=128, ffn=256, heads=4, kv_heads=4, head_dim=32, tied=False
     )
-    question = ask(
+    request = ask(
         shape=shape, seq_len=TOKENS, precision="32-true", alpha=0.5, spill_bytes=64 * 2**20,
         constants=replace(constants_of("h100"), host_share=1.0),
         cluster=replace(ask().cluster, host_bytes=7 * 2**20),
     )  # fmt: skip
-    answer = estimate(question, Parallelism())
+    answer = estimate(request, Parallelism())
     assert 0 < trained.swap.spilled_calls < trained.swap.swapped_calls
     assert answer.disk_bytes == pytest.approx(trained.swap.spill_bytes, abs=6 * BLOCK_BYTES)
     assert answer.host_bytes == pytest.approx(trained.swap.host_bytes, rel=0.01)

@@ -19,15 +19,14 @@ from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
 from lightning_memo.cli.hydra_command import config_dir
-from lightning_memo.estimate.inputs.constants import constants_of
-from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.inputs.precision_bytes import Precision, bytes_of, program_bytes
-from lightning_memo.estimate.inputs.presets import load_cluster, load_model
-from lightning_memo.estimate.memory.activations import layer_activations, saved_tensors
-from lightning_memo.estimate.memory.buffer_lifetimes import Buffers
-from lightning_memo.estimate.request.estimate_request import Question
-from lightning_memo.estimate.step.planner_inputs import estimated_layer_costs
-from lightning_memo.estimate.step.step_estimate import estimate
+from lightning_memo.estimate.cluster import constants_of
+from lightning_memo.estimate.layer_buffers import Buffers
+from lightning_memo.estimate.planner_inputs import estimated_layer_costs
+from lightning_memo.estimate.precision_bytes import Precision, bytes_of
+from lightning_memo.estimate.presets import load_cluster, load_model
+from lightning_memo.estimate.request import EstimateRequest, Parallelism
+from lightning_memo.estimate.saved_tensors import layer_activations, saved_tensors
+from lightning_memo.estimate.step_estimate import estimate
 from lightning_memo.models import CausalLM
 from lightning_memo.planner import plan_swap
 from lightning_memo.shapes.adapters import adapters_of
@@ -84,13 +83,14 @@ def test_what_layers_keep_is_measured_to_the_byte(family: str, precision: Precis
         profile = under_test.profile
     kernels = shape_of(config.to_dict(), family).kernels
     assert kernels == family.removesuffix("_grouped")
-    expected = layer_activations(shape, kernels=kernels, sizes=SIZES[precision])
+    shape = replace(shape, kernels=kernels)
+    expected = layer_activations(shape, sizes=SIZES[precision])
     measured = [
         profile.bytes_of(*kinds)[0] // (batch * tokens)
         for kinds in (("input",), ("out", "lse"), ("query", "key", "value", "other"))
     ]
     assert measured == [expected.input, expected.attention, expected.others]
-    tensors = saved_tensors(shape, kernels=kernels, sizes=SIZES[precision])
+    tensors = saved_tensors(shape, sizes=SIZES[precision])
     sizes = [item.size_bytes // (batch * tokens) for item in profile.in_order()[0].saved]
     assert sorted(sizes) == sorted(tensor.bytes_per_token for tensor in tensors)
 
@@ -118,16 +118,9 @@ def test_what_layers_with_adapters_keep_is_measured_to_the_byte(
     with EngineUnderTest(model, test_mode=None) as under_test:
         under_test.profile_step({"input_ids": ids, "labels": ids}, amp=precision == "bf16-mixed")
         saved = under_test.profile.in_order()[1].saved  # through the first layer goes no gradient
-    tensors = saved_tensors(shape, kernels=model_type, sizes=SIZES[precision])
+    tensors = saved_tensors(shape, sizes=SIZES[precision])
     sizes = [item.size_bytes // (batch * tokens) for item in saved]
     assert sorted(sizes) == sorted(tensor.bytes_per_token for tensor in tensors)
-
-
-def test_fused_kernels_keep_sixteen_units_of_a_gpt() -> None:
-    gpt = replace(SHAPE, ffn=4 * SHAPE.hidden, gated=False)
-    unit = 2 * SHAPE.hidden
-    kept = layer_activations(gpt, kernels="fused", sizes=program_bytes())
-    assert [kept.input, kept.attention, kept.others] == [unit, unit, 14 * unit]
 
 
 def test_the_lower_bound_is_the_largest_load() -> None:
@@ -224,18 +217,18 @@ def test_what_is_planned_for_predicted_bytes_is_what_training_planned(plans: dic
 def test_an_estimate_takes_what_training_measures(tmp_path: Path, precision: Precision, tolerance: float) -> None:
     """Under autocast, a CPU also copies operands of another type: up to 6 % of the forward. A GPU does not."""
     trained = train(tmp_path, DEMO_TOKENS, precision)
-    question = Question(
+    request = EstimateRequest(
         shape=DEMO, cluster=load_cluster("h100"), constants=constants_of("h100"), method="memo", gpus=1,
         seq_len=DEMO_TOKENS, batch_size=1, precision=precision, alpha=trained.swap.alpha,
     )  # fmt: skip
-    told, measured = estimated_layer_costs(question, Parallelism()), trained.costs
+    told, measured = estimated_layer_costs(request, Parallelism()), trained.costs
     for name in ("input_bytes", "attention_bytes", "other_bytes"):
         assert getattr(told, name) == getattr(measured, name), name
     assert told.fixed_device_bytes == pytest.approx(measured.fixed_device_bytes, rel=1e-3)
     assert told.transient_device_bytes == pytest.approx(measured.transient_device_bytes, rel=tolerance)
     assert told.working_bytes(1.0) == pytest.approx(measured.working_bytes(1.0), rel=tolerance)
     if trained.swap.mode == "memo":
-        total = estimate(question, Parallelism()).device_bytes["total"]
+        total = estimate(request, Parallelism()).device_bytes["total"]
         assert total == pytest.approx(trained.device_bytes, rel=0.03)
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.swap_plan import Attention, SwapPlan
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
-from lightning_memo.engine.copies.cuda_stream import CudaCopyStream
+from lightning_memo.engine.copy_streams import CudaCopyStream
 from lightning_memo.engine.memory.host_arena import HostArena
 from lightning_memo.kernels import divided_calls, select_kernel
 from lightning_memo.kernels.divided_calls import DividedCalls

@@ -9,7 +9,7 @@ import torch
 from support.benchmark_modules import benchmark_modules, load
 from support.kernels.attention_reference import Attended, Inputs, attend
 
-from lightning_memo.engine.copies.cuda_stream import CudaCopyStream
+from lightning_memo.engine.copy_streams import CudaCopyStream
 from lightning_memo.engine.memory.host_arena import HostArena
 from lightning_memo.engine.memory.slot import Slot, SlotShare
 from lightning_memo.kernels import AttentionSpec, select_backend

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_memo.artifacts.spill_layout import SpillLayout
+from lightning_memo.artifacts.slot_layouts import SpillLayout
 from lightning_memo.engine import TestMode
 from lightning_memo.engine.memory.spill import Spill
 
@@ -30,7 +30,7 @@ def test_bytes_of_the_device_come_back(device: torch.device, tmp_path: Path) -> 
     for place, write in zip(places, writes, strict=True):
         assert place is not None
         buffer.fill_(1)
-        tier.read(buffer, place.start, [write]).wait()
+        tier.read(buffer, place.start, write).wait()
         back.append(buffer.clone())
     assert all(map(torch.equal, back, slots))
     tier.close()

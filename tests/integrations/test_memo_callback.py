@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,50 @@ def test_another_training_after_an_exception() -> None:
     assert memo.loop is not None
     assert not memo.loop.is_active
     assert not any("forward" in vars(module) for module in trainer.model.modules())
+
+
+class FailsWhenServed(TrainerCallback):
+    """Waits for planned memory; the next forward or backward fails then."""
+
+    def __init__(self, memo: MemoCallback, model: nn.Module, fails_in: str) -> None:
+        self.memo, self.armed, self.fails_in = memo, False, fails_in
+        layer = model.model.layers[1]
+        layer.register_forward_pre_hook(lambda *_: self.fail("forward"))
+        layer.mlp.up_proj.weight.register_hook(lambda _: self.fail("backward"))
+
+    def fail(self, where: str) -> None:
+        if self.armed and where == self.fails_in:
+            raise KeyError("stop")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        memory = self.memo.loop.memory
+        while memory.busy:
+            time.sleep(0.01)
+        self.armed = memory.stats is not None
+
+
+@pytest.mark.parametrize("fails_in", ["forward", "backward"])
+def test_the_memory_of_a_training_after_a_failed_one_is_planned(fails_in: str) -> None:
+    """By another callback; nobody closes the first one, nor leaves its step."""
+    (plain := of_rows(None)).train()
+    failing = of_rows(first := MemoCallback(alpha=0.5), max_steps=1000)
+    failing.add_callback(FailsWhenServed(first, failing.model, fails_in))
+    with pytest.raises(KeyError):
+        failing.train()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="lightning_memo: memory is not planned")
+        trainer = of_rows(second := MemoCallback(alpha=0.5))
+        trainer.add_callback(Waits(second))
+        trainer.train()
+    Outcome(trainer).compare(Outcome(plain))
+    assert first.loop is not None and first.loop.is_active
+    first.close()
+    assert second.loop is not None and second.loop.memory is not None and second.loop.memory.use is not None
+
+
+class Waits(FailsWhenServed):
+    def __init__(self, memo: MemoCallback) -> None:
+        self.memo = memo
 
 
 def test_close_restores_the_model() -> None:

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
+import itertools
+import math
+import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -22,10 +28,14 @@ from support.processes import run_in_processes
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from lightning_memo import MemoLoop, MemoStrategy
 from lightning_memo.engine import TestMode
+from lightning_memo.runtime.memory_planner import MemoryState
 
 TOKENS, STEPS = 40, 5
 LATE = {"test_mode": TestMode(seed=1, longest_delay_seconds=0.0005)}
@@ -232,6 +242,24 @@ def with_own_loss(run: Run) -> None:
         logits = run.model(input_ids=ids).logits[:, :-1]
         run.backward(-logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).mean())
         run.step()
+
+
+def with_chosen_kernels(run: Run) -> None:
+    """Lets PyTorch select other attention kernels in some forwards and backwards."""
+    for number in range(2 * STEPS):
+        chosen = contextlib.nullcontext, lambda: sdpa_kernel(SDPBackend.MATH)
+        with chosen[number % 2]():
+            loss = loss_of(run.model, number)
+        with chosen[number // 2 % 2]():
+            run.backward(loss)
+        run.step()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"alpha": 0.5}, {"slice_tokens": 16, "host_backed": "all"}], ids=["half", "slices"]
+)
+def test_kernels_chosen_by_the_loop(settings: dict[str, Any]) -> None:
+    check(with_chosen_kernels, **settings, **LATE)
 
 
 LOOPS = [with_own_loss, accumulating, preferring, with_other_lengths, evaluating, skipping, with_closure]
@@ -555,8 +583,102 @@ def test_a_backward_after_its_step_tells_what_to_do() -> None:
         first.backward()
         optimizer.zero_grad()
         optimizer.step()
-        with pytest.raises(RuntimeError, match="run each backward in its step"):
+        with pytest.raises(RuntimeError, match="run each backward within the step"):
             second.backward()
+
+
+@pytest.mark.parametrize("of", [lambda out: out.loss, lambda out: out.logits.logsumexp(-1).square().mean()])
+def test_second_derivatives_above_the_layers_are_refused(of: Callable[[Any], Tensor]) -> None:
+    """A loss in chunks has no graph of its gradient, which would be a constant without a word."""
+    model = build()
+    with MemoLoop(model, sgd(model), loss_chunk_tokens=16):
+        for number in range(2):
+            ids = ids_of(number)
+            loss = of(model(input_ids=ids, labels=ids))
+            with refused("second derivatives", RuntimeError):
+                torch.autograd.grad(loss, [model.model.norm.weight], create_graph=True)
+
+
+def test_a_model_in_two_loops_is_refused() -> None:
+    run = Run()
+    with MemoLoop(run.model, run.optimizer):
+        with refused("another MemoLoop, .* runs the LlamaDecoderLayer modules"), MemoLoop(run.model, run.optimizer):
+            pass
+        plain_loop(run)
+    with MemoLoop(run.model, run.optimizer):
+        pass
+
+
+class OuterMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.4, 0.6, 0.9])
+def test_an_interrupt_between_two_instructions_leaves_no_contexts(share: float) -> None:
+    """An interrupt behind the entry into a mode or hooks, and before the block that leaves them."""
+    entered = itertools.count()
+
+    def interrupt(last: float, frame: FrameType, event: str, _: object) -> None:
+        of_torch = frame.f_code.co_filename.endswith(
+            ("graph.py", "_python_dispatch.py", "overrides.py", "fake_tensor.py")
+        )
+        if event == "return" and frame.f_code.co_name == "__enter__" and of_torch and next(entered) == last:
+            raise KeyboardInterrupt
+
+    def train(last: float) -> None:
+        run = Run("gpt2_dropout")
+        with MemoLoop(run.model, run.optimizer, alpha=0.5, plan_memory=False):
+            sys.setprofile(functools.partial(interrupt, last))
+            try:
+                plain_loop(run)
+            finally:
+                sys.setprofile(None)
+
+    # The first training of a process enters more contexts, because its caches are empty.
+    for _ in range(2):
+        entered = itertools.count()
+        train(math.inf)
+    last, entered = int(share * next(entered)), itertools.count()
+    with OuterMode():
+        before = _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()
+        with pytest.raises(KeyboardInterrupt):
+            train(last)
+        assert (_get_current_function_mode_stack(), _get_current_dispatch_mode_stack()) == before
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_a_loop_inside_of_another_one_plans_its_memory() -> None:
+    """The outer one plans again afterwards."""
+    outer, inner = Run(), Run()
+    with MemoLoop(outer.model, outer.optimizer, alpha=0.5) as outer.memo:
+        plain_until_served(outer)
+        with MemoLoop(inner.model, inner.optimizer, alpha=0.5) as inner.memo:
+            plain_until_served(inner)
+        assert outer.memo.memory is not None and outer.memo.memory.state is MemoryState.BUILDING
+        plain_until_served(outer)
+        assert outer.memo.memory.state is MemoryState.SERVING
+    for run in (outer, inner):
+        assert run.memo is not None and run.memo.memory is not None and run.memo.memory.use is not None
+
+
+def test_a_loop_that_another_thread_has_left_open_keeps_no_memory() -> None:
+    left, run = Run(), Run()
+
+    def leave() -> None:
+        left.memo = MemoLoop(left.model, left.optimizer, alpha=0.5)
+        left.memo.__enter__()
+        plain_until_served(left)
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join()
+    assert left.memo is not None and left.memo.memory is not None and left.memo.memory.stats is not None
+    with MemoLoop(run.model, run.optimizer, alpha=0.5) as run.memo:
+        plain_until_served(run)
+    assert run.memo.memory is not None and run.memo.memory.use is not None
+    left.memo.__exit__(None, None, None)
+    assert left.memo.memory.state is MemoryState.BUILDING
 
 
 def test_two_loops_at_a_time_plan_the_memory_of_one() -> None:

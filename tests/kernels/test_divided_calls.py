@@ -13,8 +13,7 @@ from support.kernels.banded import CpuBanded
 from support.kernels.specs import FP32_BOUND, SPECS
 
 from lightning_memo.kernels import AttentionSpec, divided_calls, select_backend
-from lightning_memo.kernels.divided_calls import DividedCalls, parts_of_call
-from lightning_memo.kernels.packed_documents import PackedDocuments
+from lightning_memo.kernels.divided_calls import DividedCalls, PackedDocuments, parts_of_call
 
 
 class Counted(CpuBanded):

@@ -31,11 +31,15 @@ from support.transformer_engine_stand_in.protocol import ATTENTION, OTHERS, TABL
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.kernels.cpu_flash import CpuFlash
 from lightning_memo.kernels.cudnn import CudnnSdpa
+from lightning_memo.kernels.divided_calls import PackedDocuments
 from lightning_memo.kernels.flash_attention import AtenFlash, BandedFlash
-from lightning_memo.kernels.packages.flash_attn_packages import FlashAttn, FlashAttn3, FlashAttn4
-from lightning_memo.kernels.packages.kernel_packages import Package
-from lightning_memo.kernels.packages.transformer_engine import TransformerEngineAttention
-from lightning_memo.kernels.packed_documents import PackedDocuments
+from lightning_memo.kernels.kernel_packages import (
+    FlashAttn,
+    FlashAttn3,
+    FlashAttn4,
+    Package,
+    TransformerEngineAttention,
+)
 from lightning_memo.kernels.replayed_sdpa import Replay
 from lightning_memo.kernels.select_kernel import check_available, select_backend
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,12 +19,15 @@ from support.kernels.attention_reference import (
     reference,
 )
 from support.kernels.specs import FP32_BOUND, SPECS, without_memory
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.kernels.cpu_flash import CpuFlash
 from lightning_memo.kernels.cudnn import CudnnSdpa
+from lightning_memo.kernels.divided_calls import PackedDocuments
 from lightning_memo.kernels.flash_attention import AtenFlash, BandedFlash
-from lightning_memo.kernels.packed_documents import PackedDocuments
 from lightning_memo.kernels.replayed_sdpa import Replay
 from lightning_memo.kernels.rng_state import RngState
 from lightning_memo.profiler.memory_meter import PeakMeter
@@ -184,6 +190,60 @@ def test_replayed_dropout_is_bit_equal_to_plain_autograd():
     found = Attended(result.out, result.lse, *replay.backward(inputs.dout, *inputs[:3], result, spec))
     same_bits(found, Attended(out, result.lse, *grads))
     assert RngState.capture(q.device).same(present)
+
+
+class DrawsBefore(TorchDispatchMode):
+    """Draws before each dropout, as another thread may."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            torch.rand(())
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("drawn_in", ["forward", "backward"])
+def test_replayed_dropout_with_another_mask_is_refused(drawn_in):
+    inputs, spec, replay = make_inputs(), AttentionSpec(dropout=0.3), Replay()
+    with DrawsBefore() if drawn_in == "forward" else nullcontext():
+        result = replay.forward(*inputs[:3], spec)
+    with (
+        DrawsBefore() if drawn_in == "backward" else nullcontext(),
+        pytest.raises(RuntimeError, match=r"^the dropout of attention drew other random numbers"),
+    ):
+        replay.backward(inputs.dout, *inputs[:3], result, spec)
+
+
+def test_replay_without_dropout_leaves_the_generator_alone():
+    inputs, spec, replay = make_inputs(), AttentionSpec(), Replay()
+    result = replay.forward(*inputs[:3], spec)
+    expected = replay.backward(inputs.dout, *inputs[:3], result, spec)
+    torch.manual_seed(4)
+    with mock.patch.object(torch, "set_rng_state", side_effect=AssertionError):
+        found = replay.backward(inputs.dout, *inputs[:3], result, spec)
+    assert all(map(torch.equal, found, expected))
+
+
+class NotesKernels(TorchFunctionMode):
+    """Notes whether PyTorch may select its flash kernel in calls of attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.flash = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            self.flash.append(torch.backends.cuda.flash_sdp_enabled())
+        return func(*args, **(kwargs or {}))
+
+
+def test_replay_selects_from_the_kernels_of_its_forward():
+    inputs, spec = make_inputs(), AttentionSpec(dropout=0.3)
+    with NotesKernels() as notes:
+        with sdpa_kernel(SDPBackend.MATH):
+            result = Replay().forward(*inputs[:3], spec)
+        Replay().backward(inputs.dout, *inputs[:3], result, spec)
+    assert notes.flash == [False, False]
+    assert torch.backends.cuda.flash_sdp_enabled()
 
 
 # ---- PyTorch's operators have the signatures that the kernels use

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_memo.kernels import AttentionResult, AttentionSpec, select_backend
 from lightning_memo.kernels.attention_kernel import block_mask, merge, sees_nothing_result, sums_dtype
 from lightning_memo.kernels.cpu_flash import CpuFlash
+from lightning_memo.kernels.divided_calls import PackedDocuments
 from lightning_memo.kernels.document_pieces import pieces, sees_any
-from lightning_memo.kernels.packed_documents import PackedDocuments
 from lightning_memo.kernels.replayed_sdpa import Replay
 
 FP32_BOUND = 2e-6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from contextlib import nullcontext
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins import HalfPrecision
 from peft import AutoPeftModelForCausalLM, PeftModel
+from support.pickles import Touches
 from support.processes import run_in_processes
 from support.samples.checkpoints import checkpoint_of, shard
 from support.trainer_harness import LanguageModel, fit
@@ -42,6 +44,7 @@ MODELS = {
 }
 IDS = torch.arange(12)[None]
 LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
+PLANTED_LORA = {"megatron_config": {"hidden_size": 16}, "megatron_core": "planted"}
 
 
 def trained(model, dtype=torch.float32, seed=0):
@@ -233,3 +236,33 @@ def test_save_pretrained_to_a_folder_that_cannot_be_written(tmp_path):
     result = fit(MemoStrategy(alpha=0.5), LanguageModel("llama"), max_steps=1)
     with pytest.raises(ValueError, match=r"save_pretrained: .*file/model cannot be written .*: give a folder that can"):
         result.trainer.strategy.save_pretrained(file / "model")
+
+
+@pytest.mark.parametrize("where", ["metadata", "weight"])
+def test_folders_of_strangers_run_no_code(tmp_path, capsys, where):
+    path, touched = tmp_path / "c.ckpt", tmp_path / "touched"
+    module = trained({"config": LLAMA})
+    state = dict(module.state_dict())
+    if where == "weight":
+        state["model.lm_head.weight"] = Touches(str(touched))
+    save_sharded({"state_dict": state, "hyper_parameters": dict(module.hparams)}, path)
+    if where == "metadata":
+        (path / ".metadata").write_bytes(pickle.dumps(Touches(str(touched))))
+        (path / "checksums.json").unlink()
+    assert export(path, tmp_path / "out") == 2
+    line = capsys.readouterr().err
+    assert "weights_only" in line and line.count("\n") == 1
+    assert not touched.exists() and not (tmp_path / "out").exists()
+
+
+def test_adapters_of_strangers_import_nothing(tmp_path, capsys, monkeypatch):
+    """PEFT imports the module that `megatron_core` names, which may lie in the checkpoint."""
+    module = trained({"config": LLAMA, "lora": LORA})
+    settings = {**module.hparams, "model": {**module.hparams["model"], "lora": {**LORA, **PLANTED_LORA}}}
+    path = tmp_path / "c.ckpt"
+    save_sharded({"state_dict": module.state_dict(), "hyper_parameters": settings}, path)
+    (path / "planted.py").write_text("raise SystemExit('planted code ran')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(path))  # as the current folder is with `python -m`
+    assert export(path, tmp_path / "out", "--merge") == 2
+    assert "model.lora.megatron_co" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from support.trainer_harness import LanguageModel, fit
 from lightning_memo import MemoStrategy
 from lightning_memo.export import main
 from lightning_memo.models import CausalLM
-from lightning_memo.models.hub_upload import create_repository
+from lightning_memo.models.export_hugging_face import create_repository
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 33, "hidden_size": 16, "intermediate_size": 22, "num_hidden_layers": 2,

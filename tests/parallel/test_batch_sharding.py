@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import UserDict
 from itertools import pairwise
 
@@ -16,13 +17,13 @@ from support.families import FAMILIES
 from support.markers.slow import slow_if
 from support.processes import run_in_processes
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 from transformers import BatchEncoding
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from lightning_memo.data.seed_workers import seed_workers
-from lightning_memo.parallel.batches.divide_batch import BatchSharder, check_same_batch
-from lightning_memo.parallel.batches.divide_loader import SplitLoader, seeding_rank, split_iterable
+from lightning_memo.data.loader_workers import seed_workers, shield_workers
+from lightning_memo.parallel.batches.divide_batch import BatchSharder
+from lightning_memo.parallel.batches.divide_loader import SplitLoader, check_same_batch, seeding_rank, split_iterable
 from lightning_memo.parallel.batches.loss_arguments import takes_loss_arguments, why_loss_unfit
 from lightning_memo.parallel.batches.token_layout import multiple
 
@@ -667,6 +668,34 @@ def test_workers_are_seeded_by_the_data_they_share(monkeypatch):
     assert seeds(loader) == 3
     seed_workers(loader, 4)
     assert seeds(loader) == 3, "what is set stays"
+
+
+class Groups(Dataset):
+    """The process group of the worker, and whether `begin` was called in it."""
+
+    begun = False
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return os.getpgid(0), self.begun
+
+
+def begin(worker):
+    get_worker_info().dataset.begun = True
+
+
+@pytest.mark.parametrize("init", [None, begin])
+def test_workers_leave_the_process_group_to_which_launchers_send_signals(init):
+    loader = DataLoader(Groups(), num_workers=1, worker_init_fn=init)
+    for _ in range(2):
+        shield_workers(loader)
+        ((group, begun),) = loader
+        assert group.item() not in (0, os.getpgid(0)) and begun.item() is (init is not None)
+    here = DataLoader(Groups())
+    shield_workers(here)
+    assert here.worker_init_fn is None
 
 
 class DataRankOne(SingleDeviceStrategy):

@@ -7,6 +7,8 @@ import copy
 import functools
 import itertools
 import os
+import pickle
+import random
 import re
 import resource
 import shutil
@@ -20,13 +22,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.utilities.consolidate_checkpoint import _load_distributed_checkpoint
+from support.disks import mounted
+from support.draws import REPEATABLE, draws
 from support.markers.slow import slow_if
+from support.mutations import damage_folder
+from support.pickles import Touches
 from support.processes import Group, ProcessError, run_in_processes
 from support.samples.checkpoints import STEPS, checkpoint_of, shard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lightning_memo.parallel.checkpoints.open_checkpoint import FolderReader
 from lightning_memo.parallel.checkpoints.sharded_checkpoint import (
     existing_checkpoint,
     load_sharded,
@@ -35,7 +42,7 @@ from lightning_memo.parallel.checkpoints.sharded_checkpoint import (
     save_sharded,
     sharded_model_state,
 )
-from lightning_memo.parallel.run_on_ranks import on_every_rank, on_first_rank
+from lightning_memo.parallel.ranks import on_every_rank, on_first_rank
 
 VOCABULARY = 33  # cut unevenly, as are the 11 rows of each half of the MLP's 22
 TOPOLOGIES = {
@@ -325,7 +332,7 @@ def test_kill_at_any_point_leaves_a_whole_checkpoint(tmp_path, kind):
             break
         path = folder / "last.ckpt"
         if kind == "none" and not path.exists():
-            with pytest.raises(ValueError, match="no such checkpoint"):
+            with pytest.raises(FileNotFoundError, match="no such checkpoint"):
                 existing_checkpoint(path)
             ends.append("none")
         else:
@@ -387,10 +394,33 @@ def test_a_rank_that_cannot_write_fails_all(tmp_path, rank):
     saved = run("zero2-dp2", save, tmp_path / "last.ckpt")
     errors = run_in_processes(2, save_without_room, tmp_path / "last.ckpt", rank)
     for kind, message in errors:
-        assert kind in ("OSError", "RuntimeError")
+        assert kind in ("OSError", "WriteError")
         assert message.startswith(f"rank {rank}: "), message
+        assert message.endswith("last.ckpt cannot be written (File too large): raise the limit of the size of files "
+                                "(ulimit -f), or give a folder on another disk")  # fmt: skip
     assert_same(run("one", load, tmp_path / "last.ckpt")[0], saved)
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def error_of_save(path, **changes):
+    module, optimizer = build("zero2-dp2", **changes)
+    try:
+        save_sharded(checkpoint_of(module, optimizer), path)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def test_a_full_disk_keeps_the_old_checkpoint(tmp_path):
+    with mounted(tmp_path / "disk", "1m") as disk:
+        saved = run("zero2-dp2", save, disk / "last.ckpt")
+        errors = run_in_processes(2, error_of_save, disk / "last.ckpt", hidden=4096)
+        for kind, message in errors:
+            assert kind in ("OSError", "WriteError")
+            assert "last.ckpt cannot be written (No space left on device): free space there, or give a" in message
+        assert [path.name for path in disk.iterdir()] == ["last.ckpt"]
+        assert_same(run("one", load, disk / "last.ckpt")[0], saved)
+        saved = run("zero2-dp2", save, disk / "last.ckpt", seed=3)
+        assert_same(run("one", load, disk / "last.ckpt")[0], saved)
 
 
 def save_on_disks_of_their_own(path):
@@ -401,7 +431,7 @@ def save_on_disks_of_their_own(path):
     def save_and_hide(*args, **kwargs):
         metadata = save(*args, **kwargs)
         if dist.get_rank() == 0:
-            next((path.parent / ".unfinished" / path.name).glob("__1_*")).unlink()
+            next((path.parent / ".unfinished").rglob("__1_*")).unlink()
         return metadata
 
     with mock.patch.object(dcp, "save", save_and_hide):
@@ -471,6 +501,59 @@ def test_incomplete_checkpoints_are_refused(saved_by, tmp_path, kind):
     assert "\n" not in str(error.value)
 
 
+def parts_of(path):
+    """What a checkpoint of a small model holds."""
+    module, optimizer, _ = small("read over")
+    for p in module.parameters():
+        p.data.fill_(-1.0)
+    rest = load_sharded(path, module, [optimizer], weights_only=False)
+    return module.state_dict(), optimizer.state_dict()["state"], rest
+
+
+def test_random_damage_is_refused_or_harmless(tmp_path):
+    seed = 1 if REPEATABLE else random.SystemRandom().randrange(2**32)
+    chance, refused = random.Random(seed), 0
+    save_sharded(small("whole")[-1], tmp_path / "whole.ckpt")
+    weights, states, rest = parts_of(tmp_path / "whole.ckpt")
+    for _ in range(draws(40)):
+        shutil.rmtree(tmp_path / "last.ckpt", ignore_errors=True)
+        shutil.copytree(tmp_path / "whole.ckpt", tmp_path / "last.ckpt")
+        done = f"{damage_folder(tmp_path / 'last.ckpt', chance)}, seed {seed}"
+        try:
+            read, read_states, read_rest = parts_of(tmp_path / "last.ckpt")
+        except ValueError as error:
+            message, refused = str(error), refused + 1
+            assert message.startswith(f"{tmp_path / 'last.ckpt'}") and "\n" not in message, done
+            assert f"resume from {tmp_path / 'whole.ckpt'}" in message, done
+        else:
+            assert read_rest == rest, done
+            assert all(torch.equal(weights[name], value) for name, value in read.items()), done
+            for number, state in states.items():
+                assert all(torch.equal(value, read_states[number][name]) for name, value in state.items()), done
+    assert refused > 0.8 * draws(40)
+    print(f"{refused} of {draws(40)} refused in one line, the others hold what was saved")  # noqa: T201
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_all_ranks_hear_of_damage_that_one_of_them_finds(saved_by, tmp_path, at):
+    path = tmp_path / "c.ckpt"
+    shutil.copytree(saved_by("zero3-dp4")[0], path)
+    part = sorted(path.glob("*.distcp"))[at]
+    with part.open("r+b") as file:
+        file.seek(part.stat().st_size // 2)
+        file.write(b"\x55" * 8)
+    for kind, text in run_in_processes(2, errors_of_load, "zero2-dp2", path):
+        assert kind in ("DamagedCheckpoint", "ValueError") and "\n" not in text
+        assert f"{part.name} has other bytes than those that were written; no other checkpoint is in" in text
+
+
+def test_folders_without_checksums_are_read(saved_by, tmp_path):
+    path, saved = saved_by("zero3-dp4")
+    shutil.copytree(path, tmp_path / "old.ckpt")
+    (tmp_path / "old.ckpt" / "checksums.json").unlink()
+    assert_same(run("tp2", load, tmp_path / "old.ckpt")[0], saved)
+
+
 def errors_of_load(topology, path, **changes):
     module, optimizer = build(topology, **changes)
     try:
@@ -490,13 +573,13 @@ def test_other_models_are_refused(tmp_path, topology):
             return errors_of_load(topology, path, **changes)
         return run_in_processes(size, errors_of_load, topology, path, **changes)[-1]
 
-    for path, changes, message in [
-        ("c.ckpt", {"hidden": 32}, "[33, 16] in the checkpoint and [33, 32] in the model"),
-        ("c.ckpt", {"frozen": True}, "groups of [16, 5] parameters in the checkpoint, of [15, 5] here"),
-        ("missing.ckpt", {}, "no such checkpoint"),
+    for path, changes, expected, message in [
+        ("c.ckpt", {"hidden": 32}, "ValueError", "[33, 16] in the checkpoint and [33, 32] in the model"),
+        ("c.ckpt", {"frozen": True}, "ValueError", "groups of [16, 5] parameters in the checkpoint, of [15, 5] here"),
+        ("missing.ckpt", {}, "FileNotFoundError", "no such checkpoint"),
     ]:
         kind, text = refusal(tmp_path / path, **changes)
-        assert kind == "ValueError" and message in text and "\n" not in text
+        assert kind == expected and message in text and "\n" not in text
 
 
 def test_missing_and_unexpected_names(tmp_path):
@@ -553,3 +636,145 @@ def test_remove(tmp_path):
     for name in ("a.ckpt", "b.ckpt", "missing.ckpt"):
         remove_checkpoint(tmp_path / name)
     assert not list(tmp_path.iterdir())
+
+
+# ---- checkpoints of strangers
+
+
+def in_metadata(change):
+    """Change the metadata of a folder, pickled anew."""
+
+    def plant(folder, touched):
+        with (folder / ".metadata").open("rb") as file:
+            metadata = pickle.load(file)
+        replace_metadata(folder, pickle.dumps(change(metadata, touched)))
+
+    return plant
+
+
+def replace_metadata(folder, content):
+    """Replace the metadata, and remove the checksums, as whoever plants something would."""
+    (folder / ".metadata").write_bytes(content)
+    (folder / "checksums.json").unlink()
+
+
+def in_descriptor(metadata, touched):
+    metadata.state_dict_metadata["model.lm_head.weight"] = Touches(touched)
+    return metadata
+
+
+def in_path(metadata, touched):
+    metadata.planner_data["more"] = ("state_dict", Touches(touched))
+    return metadata
+
+
+def in_place(metadata, touched):
+    metadata.storage_meta.checkpoint_id = Touches(touched)
+    return metadata
+
+
+def by_attribute(folder, touched):
+    """`getattr`, by which members of enumerations are pickled, leads from a class to every function."""
+    calls = b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\nMetadata\nV__init__\ntRV__globals__\ntR."
+    replace_metadata(folder, b"cbuiltins\ngetattr\n(" + calls)
+
+
+def by_older_protocol(folder, touched):
+    replace_metadata(folder, pickle.dumps(Touches(touched), protocol=0))
+
+
+PLANTED = {
+    "metadata": in_metadata(lambda metadata, touched: Touches(touched)),
+    "descriptor": in_metadata(in_descriptor),
+    "path": in_metadata(in_path),
+    "place": in_metadata(in_place),
+    "attribute": by_attribute,
+    "protocol": by_older_protocol,
+}
+
+
+def planted_entries(path, touched, where):
+    """Save a checkpoint in which an entry that is no tensor is a pickle of another object."""
+    module, optimizer = build()
+    checkpoint = checkpoint_of(module, optimizer)
+    if where == "weight":
+        checkpoint["state_dict"]["model.lm_head.weight"] = Touches(touched)
+    elif where == "group":
+        checkpoint["optimizer_states"][0]["param_groups"][0]["note"] = Touches(touched)
+    else:
+        parameter = next(iter(checkpoint["optimizer_states"][0]["param_groups"][0]["params"]))
+        checkpoint["optimizer_states"][0]["state"][parameter] = {"step": Touches(touched)}
+    save_sharded(checkpoint, path)
+
+
+@pytest.mark.parametrize("where", PLANTED)
+def test_metadata_of_strangers_run_no_code(saved_by, tmp_path, where):
+    shutil.copytree(saved_by("one")[0], tmp_path / "c.ckpt")
+    touched = tmp_path / "touched"
+    PLANTED[where](tmp_path / "c.ckpt", str(touched))
+    with pytest.raises(ValueError, match=r"weights_only=|damaged or incomplete checkpoint") as error:
+        load("one", tmp_path / "c.ckpt")
+    assert "\n" not in str(error.value) and str(tmp_path / "c.ckpt") in str(error.value)
+    assert not touched.exists()
+
+
+@pytest.mark.parametrize("where", ["weight", "group", "state"])
+def test_entries_of_strangers_run_no_code(tmp_path, where):
+    path, touched = tmp_path / "c.ckpt", tmp_path / "touched"
+    planted_entries(path, str(touched), where)
+    with pytest.raises(ValueError, match=r"holds more than weights_only=None reads") as error:
+        load("one", path)
+    assert "\n" not in str(error.value) and not touched.exists()
+
+
+def test_whoever_trusts_a_folder_reads_all_of_it(tmp_path):
+    path, touched = tmp_path / "c.ckpt", tmp_path / "touched"
+    planted_entries(path, str(touched), "group")
+    module, optimizer = build(seed=1)
+    load_sharded(path, module, [optimizer], weights_only=False)
+    assert touched.exists()
+    with (path / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    metadata.storage_meta.modules = [Touches(str(tmp_path / "too"))]
+    replace_metadata(path, pickle.dumps(metadata))
+    load_sharded(path, module, weights_only=False)
+    assert (tmp_path / "too").exists()
+
+
+@pytest.mark.parametrize("name", ["../other/__0_0.distcp", "/etc/passwd"])
+def test_files_outside_of_the_folder_are_not_read(saved_by, tmp_path, name):
+    shutil.copytree(saved_by("one")[0], tmp_path / "c.ckpt")
+    shutil.copytree(tmp_path / "c.ckpt", tmp_path / "other")
+
+    def elsewhere(metadata, touched):
+        for part in metadata.storage_data.values():
+            part.relative_path = name
+        return metadata
+
+    in_metadata(elsewhere)(tmp_path / "c.ckpt", "")
+    with pytest.raises(ValueError, match="is not a file of the folder"):
+        load("one", tmp_path / "c.ckpt")
+
+
+def refused(reader):
+    try:
+        reader.read_metadata()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_damaged_metadata_are_one_line(saved_by, tmp_path):
+    shutil.copytree(saved_by("one")[0], tmp_path / "c.ckpt")
+    file, draw = tmp_path / "c.ckpt" / ".metadata", random.Random(0)
+    whole = file.read_bytes()
+    read = 0
+    for _ in range(draws(300)):
+        data = bytearray(whole)
+        for _ in range(draw.choice((1, 1, 4))):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        file.write_bytes(bytes(data[: draw.choice((len(data), draw.randrange(len(data))))]))
+        message = refused(FolderReader(tmp_path / "c.ckpt", None))
+        read += message is None
+        assert message is None or ("\n" not in message and str(tmp_path / "c.ckpt") in message)
+    assert read < draws(300)

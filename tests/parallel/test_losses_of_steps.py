@@ -108,6 +108,41 @@ def test_functions_of_hidden_states_and_logits(configuration: str, host_backed: 
         assert all(error <= BOUND for error in errors.values()), errors
 
 
+def of_logits(**sizes: Any) -> nn.Module:
+    """Terms that users add to a loss, or write in its place."""
+
+    def loss(step: Step, batch: dict[str, Tensor]) -> Tensor:
+        logits = step.model(input_ids=batch["input_ids"]).logits
+        labels = batch.get("shift_labels")
+        labels = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:] if labels is None else labels
+        weights = torch.linspace(0.5, 1.5, logits.shape[-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=weights, label_smoothing=0.1)
+        logarithms = logits.float().log_softmax(-1)
+        entropy = -(logarithms.exp() * logarithms).sum(-1)
+        of_labels = logarithms.gather(-1, labels.clamp_min(0)[..., None]).squeeze(-1)
+        terms = (
+            entropy.mean()
+            - 0.5 * of_labels.mean()
+            - 0.3 * logarithms.mean()
+            + 1e-2 * logits.logsumexp(-1).pow(2).mean()
+        )
+        assert 0 <= (logits.argmax(-1) == labels).float().mean().item() <= 1
+        return loss + 0.1 * terms
+
+    return Step(loss, **sizes)
+
+
+@slow_if(lambda configuration, chunk: (configuration, chunk) != ("tp2+sp", "auto"))
+@pytest.mark.parametrize("chunk", ["auto", 5])
+@pytest.mark.parametrize("configuration", ["tp2", "tp2 whole logits", "tp2+sp"])
+def test_terms_from_logits(configuration: str, chunk: int | str) -> None:
+    run = Run(family=of_logits, tokens=48, ignore=0.3, steps=2, layers=2)
+    settings = CONFIGURATIONS[configuration][1] | {"alpha": 0.5, "loss_chunk_tokens": chunk}
+    for outcome in run_in_processes(2, train, run, settings):
+        errors = outcome.worst_error(train_alone(run))
+        assert all(error <= BOUND for error in errors.values()), errors
+
+
 class Backbone(LanguageModel):
     """Calls the model without its head."""
 
@@ -169,8 +204,8 @@ TENSOR = {"tensor_parallel_size": 2}
         (Backbone, TENSOR, r'^LlamaModel was called by itself and got no position_ids.* pass batch\["position_ids"\]'),
         (ShiftsLabels, CONTEXT, r'^batch\["labels"\]\[:, 1:\] would shift the labels twice.*batch\["shift_labels"\]'),
         (OwnLossFunction, CONTEXT, "but the loss function _plain_sum of LlamaForCausalLM takes no shift_labels and no"),
-        (DecaysWeights, CONTEXT | {"zero_stage": 3}, "adds weights or logits of which each process has a part"),
-        (DecaysWeights, TENSOR | {"zero_stage": 3}, "adds weights or logits of which each process has a part"),
+        (DecaysWeights, CONTEXT | {"zero_stage": 3}, "adds weights of which each process has a part"),
+        (DecaysWeights, TENSOR | {"zero_stage": 3}, "adds weights of which each process has a part"),
     ],
     ids=["no head", "shifted twice", "loss function", "zero3", "tp2 zero3"],
 )

@@ -27,7 +27,7 @@ RUN = Run(tokens=45, steps=2, layers=2)
 
 CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2 ring": (2, {"context_parallel_size": 2}),
-    "cp2 ulysses": (2, {"context_parallel_size": 2, "context_parallel_method": "ulysses"}),
+    "cp2 ulysses": (2, {"context_parallel_size": 2, "ulysses_size": 2}),
     "tp2": (2, {"tensor_parallel_size": 2, "sequence_parallel": False}),
     "tp2+sp": (2, {"tensor_parallel_size": 2}),
     "dp2 zero3": (2, {"zero_stage": 3}),
@@ -145,8 +145,6 @@ def _first_losses(kind: type[LanguageModel], settings: dict[str, Any]) -> list[f
 @pytest.mark.parametrize("configuration", ["cp2 ring", "tp2+sp", "dp2 zero3"])
 def test_steps_that_do_not_pass_the_batch_on(configuration: str, kind: type[LanguageModel]) -> None:
     size, settings = CONFIGURATIONS[configuration]
-    if kind is InParts and "tensor_parallel_size" in settings:
-        settings = settings | {"loss_parallel": False}
     alone = run_in_processes(1, _first_losses, kind, {})[0]
     together = run_in_processes(size, _first_losses, kind, settings)
     for losses in zip(alone, *together, strict=True):

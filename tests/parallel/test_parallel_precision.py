@@ -13,7 +13,7 @@ CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 zero0": (2, {"zero_stage": 0}),
     "dp2 zero3": (2, {"zero_stage": 3}),
     "cp2 ring": (2, {"context_parallel_size": 2}),
-    "cp2 ulysses": (2, {"context_parallel_size": 2, "context_parallel_method": "ulysses"}),
+    "cp2 ulysses": (2, {"context_parallel_size": 2, "ulysses_size": 2}),
     "tp2+sp": (2, {"tensor_parallel_size": 2}),
     "cp2 x tp2+sp zero2": (4, {"context_parallel_size": 2, "tensor_parallel_size": 2, "zero_stage": 2}),
 }

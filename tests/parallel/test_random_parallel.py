@@ -52,7 +52,7 @@ def divided_runs(draw: st.DrawFn) -> tuple[int, Run, dict[str, Any]]:
     drawn = {
         "tensor_parallel_size": tensor,
         "context_parallel_size": context,
-        "context_parallel_method": draw(one_of("ring", "ulysses", "usp")),
+        "ulysses_size": draw(one_of(1, context, "auto")),
         "zero_stage": draw(st.integers(0, 3)),
         "sequence_parallel": draw(one_of(True, True, False)),
         "loss_parallel": draw(one_of(True, False)),

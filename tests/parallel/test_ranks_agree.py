@@ -242,7 +242,7 @@ def _limits(family: str, settings: dict[str, Any]) -> tuple[timedelta, set[timed
     [
         (
             "mixtral_balanced",
-            {"context_parallel_size": 2, "context_parallel_method": "ulysses", "expert_parallel_size": 4},
+            {"context_parallel_size": 2, "ulysses_size": 2, "expert_parallel_size": 4},
         ),
         ("llama_gqa", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
     ],

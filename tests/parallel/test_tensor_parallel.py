@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
@@ -18,13 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from lightning_memo.parallel.clip_gradients import resolve_partial
-from lightning_memo.parallel.tensor.assign_styles import assign_styles
-from lightning_memo.parallel.tensor.shard_weights import check_divisible, shard_tensors
+from lightning_memo.parallel.local_tensors import resolve_partial
+from lightning_memo.parallel.tensor.shard_weights import assign_styles, check_divisible, shard_tensors
 from lightning_memo.parallel.tensor.tensor_plan import TensorPlan
 
 ATTENTION = "tests_causal"
@@ -186,8 +183,7 @@ def compare(build: Callable[[], nn.Module], batch: dict[str, Tensor], sp: bool, 
         assert after[n].to_local().untyped_storage().nbytes() == after[n].to_local().nbytes, n
     if hasattr(model, "get_output_embeddings"):
         assert_plain_between_modules(model, lp)
-    with loss_parallel() if lp else contextlib.nullcontext():
-        got, got_gradients = step(model, batch)
+    got, got_gradients = step(model, batch)
     return max(float((got - loss).abs() / loss), *errors(got_gradients, gradients).values())
 
 
@@ -359,9 +355,8 @@ def train_sharded(family: str, data: int, sp: bool, reshard: bool) -> tuple[floa
     mine = batches[mesh["data_parallel"].get_local_rank()]
     for m, given in ((plain, batches), (model, [mine])):
         optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3, foreach=True)
-        with loss_parallel() if m is model else contextlib.nullcontext():
-            for batch in given:
-                (m(**batch).loss / len(given)).backward()
+        for batch in given:
+            (m(**batch).loss / len(given)).backward()
         gradients.append({n: whole(p.grad) for n, p in m.named_parameters()})
         nn.utils.clip_grad_norm_(m.parameters(), 0.5, foreach=True)
         optimizer.step()
@@ -464,7 +459,7 @@ def compare_autocast() -> dict[str, float]:
             model = build(family)
             if split:
                 shard_tensors(model, tensor_mesh(2)["tensor_parallel"], True, True)
-            with torch.autocast("cpu", torch.bfloat16), loss_parallel() if split else contextlib.nullcontext():
+            with torch.autocast("cpu", torch.bfloat16):
                 gradients.append(step(model, make_batch())[1])
         found[family] = max(errors(gradients[1], gradients[0]).values())
     return found

@@ -9,10 +9,9 @@ from support.samples.storage_problems import LABEL, LAYERS, MIB, planned
 
 from lightning_memo.artifacts.layer_costs import Budget
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.artifacts.storage_budget import StorageBudget
+from lightning_memo.artifacts.storage_plan import StorageBudget
 from lightning_memo.planner import HostMemoryError, plan_swap
-from lightning_memo.planner.alpha.plain_training import plain_plan
-from lightning_memo.planner.choose_plan import choose_plan
+from lightning_memo.planner.choose_plan import choose_plan, plain_plan
 
 AMPLE = Budget(device_bytes=1000 * MIB, host_bytes=1000 * MIB)
 KINDS = planned(StorageBudget(device_bytes=300 * MIB, host_bytes=1000 * MIB))

@@ -10,15 +10,23 @@ from hypothesis import strategies as st
 from support.samples.plans import FINGERPRINT, GIB, costs_of
 from support.samples.storage_problems import COSTS, TOKENS
 
-from lightning_memo.artifacts.compressed_layout import compressed_bytes
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.artifacts.storage_budget import NvmeTier, StorageBudget
+from lightning_memo.artifacts.slot_layouts import compressed_bytes
+from lightning_memo.artifacts.storage_plan import NvmeTier, StorageBudget
 from lightning_memo.artifacts.tensor_kind_costs import ALL, StorageCosts
 from lightning_memo.planner import plan_swap, solve_alpha
-from lightning_memo.planner.storage.simulate_step import simulate
-from lightning_memo.planner.storage.storage_planner import plan_storage
-from lightning_memo.planner.token_slices import Action, SavedBytes, TokenRange, aligned, in_slot, slot_bytes
+from lightning_memo.planner.simulate_step import simulate
+from lightning_memo.planner.storage_planner import plan_storage
+from lightning_memo.planner.token_slices import (
+    RECOMPUTED,
+    SWAPPED,
+    SavedBytes,
+    TokenRange,
+    aligned,
+    in_slot,
+    slot_bytes,
+)
 
 LAYERS = 6
 AMPLE = Budget(device_bytes=0, host_bytes=100 * GIB)
@@ -89,7 +97,7 @@ def test_slots_hold_compressed_tensors_cut_anywhere(values: int, tokens: int, si
     item = SavedBytes("other", values * tokens * size, True, compressed_bytes(values * tokens, size))
     part = data.draw(st.integers(1, tokens))
     assert in_slot(item, part, tokens) >= aligned(compressed_bytes(values * part, size))
-    slices = (TokenRange(0, part, Action.SWAP), TokenRange(part, tokens, Action.RECOMPUTE))
+    slices = (TokenRange(0, part, SWAPPED), TokenRange(part, tokens, RECOMPUTED))
     assert slot_bytes([item], tokens, slices, "layer") == in_slot(item, part, tokens)
     exact = SavedBytes("other", item.size_bytes)
     assert in_slot(exact, part, tokens) == aligned(values * part * size)

@@ -1,8 +1,8 @@
 import highspy
 import pytest
 
-from lightning_memo.planner.silent_solver import SilentSolver
-from lightning_memo.planner.storage import linear_program
+from lightning_memo.planner import linear_program
+from lightning_memo.planner.linear_program import SilentSolver
 
 
 def minimum_of_one() -> linear_program.LinearProgram:

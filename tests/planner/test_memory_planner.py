@@ -1,5 +1,7 @@
 """Bi-level and flat placement of training steps."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -58,3 +60,25 @@ def test_a_placement_is_served_request_by_request():
         ("layer 0 backward", (), ()),
     ]
     assert step.requests == 2
+
+
+# A deep model's forward saves buffers that its backward frees in reverse order: all of them are alive at once.
+PLACE_NESTED = """
+import resource
+import numpy as np
+from lightning_memo.planner.placement import Problem, place
+
+count = 4000
+births = np.arange(count)
+problem = Problem(lower=births, upper=2 * count - births, size=64 + births % 7)
+place(Problem(lower=births[:9], upper=births[:9] + 9, size=births[:9] + 1), time_limit_seconds=1)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+placement = place(problem, time_limit_seconds=60)
+assert placement.optimal
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_memory_grows_with_the_buffers_and_not_with_their_pairs():
+    grown = subprocess.run([sys.executable, "-c", PLACE_NESTED], capture_output=True, text=True, check=True).stdout
+    assert int(grown) < 16 * 2**10, f"placing 4,000 buffers took {int(grown) / 2**10:.0f} MiB"

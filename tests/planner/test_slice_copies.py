@@ -12,10 +12,9 @@ from support.samples.plans import FINGERPRINT, GIB, costs_of
 from lightning_memo.artifacts.layer_costs import Budget
 from lightning_memo.artifacts.swap_plan import SliceBytes, StreamedBytes
 from lightning_memo.planner import plan_swap, solve_alpha
-from lightning_memo.planner.alpha.host_backed_sizes import host_backed_sizes
-from lightning_memo.planner.alpha.largest_alpha import TOLERANCE
-from lightning_memo.planner.alpha.slice_copies import layer_seconds
-from lightning_memo.planner.alpha.step_time import streamed_step_seconds
+from lightning_memo.planner.host_backed_sizes import host_backed_sizes
+from lightning_memo.planner.largest_alpha import TOLERANCE
+from lightning_memo.planner.step_time import layer_seconds, streamed_step_seconds
 from lightning_memo.planner.token_slices import SavedBytes, slice_tokens_by_alpha
 
 AMPLE = Budget(device_bytes=2**50, host_bytes=2**50)

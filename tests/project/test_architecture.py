@@ -12,12 +12,9 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PurePath
 
 import pytest
-from support.paths import ROOT, TESTS
+from support.paths import ROOT
 
 PACKAGE = ROOT / "lightning_memo"
-FILES_AT_ROOT, FILES_IN_FOLDER = 10, 15
-LINES_OF_FILE, LINES_OF_FUNCTION, METHODS_OF_CLASS = 350, 50, 20
-ENTRY_POINTS = {"main"}
 
 # Folder or file of the package -> packages that it does not import, directly.
 WITHOUT = {
@@ -137,36 +134,3 @@ def test_importing_the_package_changes_no_environment() -> None:
     script = "import os; before = dict(os.environ); import lightning_memo.planner; print(before == dict(os.environ))"
     run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["True"]
-
-
-@pytest.mark.parametrize("root", [PACKAGE, TESTS], ids=["package", "tests"])
-def test_folders_are_small(root: Path) -> None:
-    most = {PACKAGE: FILES_AT_ROOT}
-    count = {folder: len(list(folder.glob("*.py"))) for folder in folders(root)}
-    assert not {folder: n for folder, n in count.items() if n > most.get(folder, FILES_IN_FOLDER)}
-
-
-def test_files_and_functions_are_small() -> None:
-    long = {path for path in sources() if len((PACKAGE / path).read_text().splitlines()) > LINES_OF_FILE}
-    for path, tree in sources().items():
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                assert node.end_lineno is not None
-                if node.end_lineno - node.lineno >= LINES_OF_FUNCTION:
-                    long.add(f"{path}: {node.name}")
-            elif isinstance(node, ast.ClassDef):
-                methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
-                if len(methods) > METHODS_OF_CLASS and path.startswith("engine/"):
-                    long.add(f"{path}: {node.name}")
-    assert not long
-
-
-def test_names_are_unique() -> None:
-    homes = defaultdict(list)
-    for path, tree in sources().items():
-        if not path.endswith(("__init__.py", "__main__.py")):
-            homes[PurePath(path).name].append(path)
-        for node in tree.body:
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name[0] != "_":
-                homes[node.name].append(path)
-    assert not {name: paths for name, paths in homes.items() if len(paths) > 1 and name not in ENTRY_POINTS}

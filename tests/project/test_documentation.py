@@ -43,9 +43,7 @@ def test_the_quick_start_runs(own_folder: None) -> None:
     assert Path("plan.json").is_file()
 
 
-@slow_if(lambda page: page.stem == "finetuning")
-@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "finetuning.md"], ids=lambda page: page.stem)
-def test_finetuning_code_on_the_pages_runs(page: Path, own_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finetuning_code_on_the_page_runs(own_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses a model and documents of the examples, and rows of 128 tokens, twice the length that the model supports."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path("cache").absolute())
@@ -60,7 +58,7 @@ def test_finetuning_code_on_the_pages_runs(page: Path, own_folder: None, monkeyp
     tiny.write_documents(Path("corpus"), 120)
     names: dict[str, Any] = {"Trainer": Trainer, "MemoStrategy": MemoStrategy}
     short = {"131072": "128", "max_steps=1000": "max_steps=3"}
-    for block in (block for block in blocks(page) if "DocumentsDataModule" in block):
+    for block in (block for block in blocks(DOCS / "finetuning.md") if "DocumentsDataModule" in block):
         for written, small in (short | {"val_check_interval=100": "val_check_interval=3"}).items():
             block = block.replace(written, small)
         exec(block, names)
@@ -166,6 +164,13 @@ def test_messages_of_troubleshooting_are_in_the_code() -> None:
             unknown.append(entry)
     assert not unknown
     assert len(entries) > 90
+
+
+def test_entries_of_troubleshooting_have_anchors_of_their_own() -> None:
+    headings = re.findall(r"^### .*$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    anchors = [re.search(r" \{#([a-z0-9-]+)\}$", heading) for heading in headings]
+    assert not [heading for heading, anchor in zip(headings, anchors, strict=True) if anchor is None]
+    assert len({anchor[1] for anchor in anchors if anchor is not None}) == len(headings) > 50
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def test_packages_are_attributes_and_the_package_can_be_reloaded(tmp_path):
 
 
 def test_a_command_collects_garbage_again_after_its_imports(monkeypatch):
-    monkeypatch.setattr(prepare_process, "exit_on_interrupt", lambda: None)
+    monkeypatch.setattr(prepare_process, "_exit_on_interrupt", lambda: None)
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
     gc.collect()  # so that no garbage is kept
     frozen = gc.get_freeze_count()

@@ -17,9 +17,7 @@ from support.samples.plans import record_step, small_step, step_of
 from lightning_memo.artifacts.buffer_placement import PhasePlacement
 from lightning_memo.artifacts.trace import NEVER
 from lightning_memo.planner.placement.caching_allocator import replay
-from lightning_memo.reports.memory_page import memory_page
-from lightning_memo.reports.memory_picture_data import PHASE_COLORS, request_offsets
-from lightning_memo.reports.memory_pictures import memory_curve, memory_map
+from lightning_memo.reports.memory_pictures import PHASE_COLORS, memory_curve, memory_map, memory_page, request_offsets
 
 NASTY = ("</script><script>alert(1)</script>", "<b onclick=x>&amp;\"'", "$x^{$ \u2028 %s {0}")
 EVERY = [memory_map, memory_curve, memory_page]

@@ -6,8 +6,8 @@ from rich.console import Console
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
 from lightning_memo.artifacts.swap_plan import SwapPlan
-from lightning_memo.reports.comparison_table import Measurement, comparison_table
 from lightning_memo.reports.plan_tables import plan_table
+from lightning_memo.reports.result_tables import Measurement, comparison_table
 
 MIB = 2**20
 GIB = 2**30

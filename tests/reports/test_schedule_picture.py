@@ -17,8 +17,7 @@ from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.timeline import COMPUTE, RECOMPUTE, Span, Timeline
 from lightning_memo.callbacks import ScheduleRecorder
 from lightning_memo.callbacks.record_schedule import PICTURE_FILE, TRACE_FILE
-from lightning_memo.reports.schedule_picture import draw_schedule
-from lightning_memo.reports.schedule_trace import write_trace
+from lightning_memo.reports.schedule import draw_schedule, write_trace
 
 STEP = Timeline(
     10.0,

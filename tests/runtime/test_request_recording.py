@@ -5,7 +5,7 @@ import pytest
 
 from lightning_memo.allocator import EVENT, FREE, MALLOC
 from lightning_memo.profiler.step_trace import RecordedStep
-from lightning_memo.runtime.memory_plans.request_recording import RequestRecording
+from lightning_memo.runtime.request_recording import RequestRecording
 
 STEADY = [(64, 64)] * 3
 

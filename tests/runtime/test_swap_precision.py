@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.artifacts.spill_layout import SpillLayout
+from lightning_memo.artifacts.slot_layouts import SpillLayout
 from lightning_memo.config import MemoConfig
 from lightning_memo.reports.plan_tables import plan_tables
 
@@ -149,7 +149,7 @@ def eight_blocks() -> nn.Module:
 
 def test_a_disk(tmp_path: Path) -> None:
     exact = train(eight_blocks, alpha=1.0)
-    settings = {"alpha": 1.0, "swap_precision": "fp8", "check_restored": True}
+    settings = {"alpha": 1.0, "swap_precision": "fp8"}
     slot_bytes = train(eight_blocks, max_steps=1, **settings).plan.swap.slot_bytes
     host_memory = 2 * slot_bytes + SpillLayout(slot_bytes).bounce_bytes
     spilled = train(eight_blocks, **settings, spill_path=tmp_path, host_memory=host_memory)
@@ -159,17 +159,17 @@ def test_a_disk(tmp_path: Path) -> None:
 
 def test_slices_on_the_host() -> None:
     exact = train(alpha=1.0)
-    sliced = train(alpha=1.0, swap_precision="fp8", slice_tokens=8, host_backed="all", check_restored=True)
+    sliced = train(alpha=1.0, swap_precision="fp8", slice_tokens=8, host_backed="all")
     assert sliced.losses == pytest.approx(exact.losses, rel=NEAR)
 
 
 CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 zero3": (2, {"zero_stage": 3}),
-    "cp2 ulysses": (2, {"context_parallel_size": 2, "context_parallel_method": "ulysses"}),
+    "cp2 ulysses": (2, {"context_parallel_size": 2, "ulysses_size": 2}),
     "cp2 slices": (2, {"context_parallel_size": 2, "slice_tokens": 8, "host_backed": "attention",
-                       "context_parallel_method": "ulysses"}),
+                       "ulysses_size": 2}),
     "tp2": (2, {"tensor_parallel_size": 2}),
-    "tp2 x cp2": (4, {"tensor_parallel_size": 2, "context_parallel_size": 2, "context_parallel_method": "ulysses"}),
+    "tp2 x cp2": (4, {"tensor_parallel_size": 2, "context_parallel_size": 2, "ulysses_size": 2}),
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import torch
 from support.families import FAMILIES
 
 from lightning_memo import MemoLoop
-from lightning_memo.runtime.tested_versions import untested_versions, warn_of_untested_versions
+from lightning_memo.runtime.start_engine import untested_versions, warn_of_untested_versions
 
 REQUIREMENTS = ["torch<2.14,>=2.11", "lightning!=2.6.2,<2.7,>=2.6", 'trl>=1; extra == "trainer"']
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_memo import MemoStrategy
 from lightning_memo.allocator import AllocatorStats
-from lightning_memo.runtime.memory_plans import memory_planner as planning
+from lightning_memo.runtime import memory_planner as planning
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 LONGEST = 256

@@ -18,7 +18,8 @@ from typing_extensions import override
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.profiler import measured_costs
-from lightning_memo.runtime.activation_plans.step_meter import StepMeter
+from lightning_memo.profiler.allocation_recorder import Precedence
+from lightning_memo.runtime.step_meter import StepMeter
 
 TOKENS = 96
 
@@ -33,7 +34,7 @@ class Peak(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.meter = StepMeter(trainer.strategy.engine) if batch_idx == 2 else None
+        self.meter = StepMeter(trainer.strategy.engine, Precedence.LATER_STEP) if batch_idx == 2 else None
 
     @override
     def on_before_backward(self, *args: Any) -> None:

@@ -25,10 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
-from lightning_memo.engine.copies.copy_events import CopyEvent
-from lightning_memo.engine.copies.thread_stream import ThreadCopyStream
+from lightning_memo.engine.copy_streams import CopyEvent, ThreadCopyStream
 from lightning_memo.engine.memory import slot_memory as memory
-from lightning_memo.runtime import host_memory_watch
+from lightning_memo.runtime import memory_watch
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -239,9 +238,9 @@ def test_out_of_memory_in_a_window_of_one_batch():
 
 def test_host_memory_that_falls(monkeypatch):
     """If other programs take the host's memory, the plan gives its own back, warns, and is made again with less."""
-    monkeypatch.setattr(host_memory_watch, "_CHECK_BATCHES", 1)
+    monkeypatch.setattr(memory_watch, "_CHECK_BATCHES", 1)
     left = iter([2**30, 10])
-    monkeypatch.setattr(host_memory_watch, "available_host_bytes", lambda: next(left, 2**30))
+    monkeypatch.setattr(memory_watch, "available_host_bytes", lambda: next(left, 2**30))
     with pytest.warns(UserWarning, match="the host has 10 B left") as caught:
         result = fit(MemoStrategy(alpha=1.0), max_steps=6)
     assert len([w for w in caught if "the host has" in str(w.message)]) == 1

@@ -8,7 +8,7 @@ from support.markers.slow import slow_if
 from support.processes import run_in_processes
 from support.samples.models import run
 
-from lightning_memo.cli.runs.earlier_metrics import EarlierMetrics
+from lightning_memo.cli.training_job import EarlierMetrics
 from lightning_memo.data import TextDataModule
 from lightning_memo.models import CausalLM
 

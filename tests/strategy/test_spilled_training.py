@@ -17,7 +17,7 @@ from support.trainer_harness import LanguageModel, Result, fit, listening, short
 from torch import nn
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.spill_layout import SpillLayout
+from lightning_memo.artifacts.slot_layouts import SpillLayout
 from lightning_memo.engine.memory.spill_file import SpillError
 from lightning_memo.utils.units import format_bytes
 

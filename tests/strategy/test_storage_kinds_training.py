@@ -18,15 +18,15 @@ from support.trainer_harness import LanguageModel, ResumableLoader, Sequences, f
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.layer_costs import Budget
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.artifacts.storage_budget import NvmeTier, StorageBudget
+from lightning_memo.artifacts.storage_plan import NvmeTier, StorageBudget
 from lightning_memo.config import MemoConfig
-from lightning_memo.planner.device_budget import with_spare_device
-from lightning_memo.planner.storage.plan_storage_kinds import common_problem, plan_kinds
-from lightning_memo.planner.storage.storage_planner import StorageError
+from lightning_memo.planner.choose_plan import with_spare_device
+from lightning_memo.planner.plan_storage_kinds import common_problem, plan_kinds
+from lightning_memo.planner.storage_planner import StorageError
 from lightning_memo.reports.plan_tables import plan_tables
-from lightning_memo.runtime.activation_plans import activation_planner
-from lightning_memo.runtime.activation_plans import plan_by_kind as planning
-from lightning_memo.runtime.activation_plans.plan_by_kind import plan_by_kind
+from lightning_memo.runtime import activation_planner
+from lightning_memo.runtime import solve_plan as planning
+from lightning_memo.runtime.solve_plan import plan_by_kind
 
 KIB = 1024
 # Less than plain training needs of the device, and less than two layers save of the host.
@@ -186,6 +186,14 @@ def test_budgets_are_kept_to_the_byte(unit: int) -> None:
     assert plan.device_bytes <= budget.device_bytes
     assert plan.step_seconds == plan.swap.storage.needs.step_seconds
     assert 0.0 <= plan.swap.alpha <= 1.0
+
+
+@pytest.mark.parametrize("less", [1, 300_000, MIB])
+def test_a_budget_that_only_alignment_exceeds(less: int) -> None:
+    device = 300 * MIB
+    ample = planned(StorageBudget(device_bytes=device, host_bytes=1000 * MIB), unit=MIB).swap
+    budget = StorageBudget(device_bytes=device, host_bytes=ample.host_bytes - less)
+    assert planned(budget, unit=MIB).swap.host_bytes <= budget.host_bytes
 
 
 def test_what_cannot_be_held_is_told() -> None:

@@ -35,7 +35,8 @@ def skip_folder(items: Sequence[pytest.Item], folder: Path, reason: str) -> None
 
 def skip_ring_on_cuda(settings: dict[str, Any]) -> None:
     """Skip a test in FP32 if these settings of the strategy mean ring attention, which takes half precision on CUDA."""
-    ring = settings.get("context_parallel_size", 1) > 1 and settings.get("context_parallel_method") != "ulysses"
+    context = settings.get("context_parallel_size", 1)
+    ring = context > 1 and settings.get("ulysses_size", 1) != context
     if DEVICE.type == "cuda" and ring:
         pytest.skip("ring attention takes half precision on CUDA")
 

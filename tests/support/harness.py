@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_memo.artifacts.compressed_layout import SwapPrecision
+from lightning_memo.artifacts.slot_layouts import SwapPrecision
 from lightning_memo.artifacts.swap_plan import HostBacked, SwapPlan
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.bootstrap_plan import host_backed_bytes
@@ -123,7 +123,6 @@ class EngineUnderTest:
         spill_path: Folder for spilled layer calls.
         check_slices: Whether layers are compared with themselves in slices.
         swap_precision: How activations are swapped.
-        check_restored: Whether tensors that come back are compared with those that left.
     """
 
     def __init__(
@@ -137,7 +136,6 @@ class EngineUnderTest:
         spill_path: Path | None = None,
         check_slices: bool = True,
         swap_precision: SwapPrecision = "exact",
-        check_restored: bool = False,
     ) -> None:
         self.model = on_device(model)
         self.slice_tokens, self.host_backed = slice_tokens, host_backed
@@ -154,7 +152,6 @@ class EngineUnderTest:
                 test_mode=test_mode,
                 check_slices=check_slices,
                 swap_precision=swap_precision,
-                check_restored=check_restored,
             ),
         )
         self.profile: StepProfile | None = None

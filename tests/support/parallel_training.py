@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
-from lightning_memo.parallel.clip_gradients import total_norm
+from lightning_memo.parallel.mesh_precision import total_norm
 from lightning_memo.profiler import measured_costs
 from support.families import BALANCED, FAMILIES, VOCABULARY
 from support.processes import run_in_processes

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_memo.estimate.inputs.precision_bytes import ElementBytes
-from lightning_memo.estimate.memory.activations import layer_activations
-from lightning_memo.estimate.memory.slice_settings import saved_bytes
-from lightning_memo.estimate.memory.working_set import HuggingFaceStep
+from lightning_memo.estimate.precision_bytes import ElementBytes
+from lightning_memo.estimate.saved_tensors import layer_activations
+from lightning_memo.estimate.slice_settings import saved_bytes
+from lightning_memo.estimate.step_buffers import HuggingFaceStep
 from lightning_memo.planner.token_slices import slice_tokens_by_alpha, slot_bytes
 from lightning_memo.shapes.model_shape import ModelShape
 
@@ -36,7 +36,7 @@ def step_bytes(shape: ModelShape, *, sizes: ElementBytes, tokens: int) -> StepBy
         ValueError: The model has other layers.
     """
     step = HuggingFaceStep(shape=shape, sizes=sizes, tokens=tokens)
-    kept = layer_activations(shape, kernels="llama", sizes=sizes)
+    kept = layer_activations(shape, sizes=sizes)
     others = tokens * kept.others
     return StepBytes(
         input_bytes=(tokens * kept.input,) * shape.layers,
@@ -57,5 +57,5 @@ def slot_bytes_by_alpha(shape: ModelShape, *, sizes: ElementBytes, tokens: int, 
         tokens: Number of tokens of the batch.
         alpha: Fraction of the tokens whose activations are swapped.
     """
-    saved = list(saved_bytes(shape, kernels="llama", sizes=sizes, tokens=tokens))
+    saved = list(saved_bytes(shape, sizes=sizes, tokens=tokens))
     return slot_bytes(saved, tokens, slice_tokens_by_alpha(tokens, alpha), "layer")

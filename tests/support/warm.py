@@ -37,9 +37,9 @@ _PRELOADED = (
     "fsspec.implementations.local", "PIL.Image", "torch.distributed.checkpoint", "tensorboard.plugins.hparams.api_pb2",
 )  # fmt: skip
 _PRELOADED_UNLESS_BARE = (
-    "lightning.pytorch", "lightning_memo.cli.runs.baselines", "lightning_memo.cli.runs.build_run",
-    "lightning_memo.cli.runs.earlier_metrics", "lightning_memo.cli.runs.training_job",
-    "lightning_memo.cli.sweeps.sweep_report",
+    "lightning.pytorch", "lightning_memo.cli.baselines", "lightning_memo.cli.build_run",
+    "lightning_memo.cli.training_job",
+    "lightning_memo.cli.sweep",
 )  # fmt: skip
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGABRT)
 

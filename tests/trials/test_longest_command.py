@@ -23,13 +23,12 @@ from support.trainer_harness import LanguageModel, shorten_measurements
 from torch import nn
 
 from lightning_memo import MemoStrategy
+from lightning_memo.cli.build_run import build_strategy, module_settings
 from lightning_memo.cli.hydra_command import config_dir
-from lightning_memo.cli.runs.build_run import build_strategy, module_settings
 from lightning_memo.longest import main
 from lightning_memo.trials import longest_sequence as find
 from lightning_memo.trials.length_search import Attempt, LengthSearch
-from lightning_memo.trials.random_tokens import RandomTokens
-from lightning_memo.trials.training_trial import Trial
+from lightning_memo.trials.training_trial import RandomTokens, Trial
 from lightning_memo.trials.trial_process import TrialProcess
 
 TRAINER = {"accelerator": "cpu", "devices": 1}

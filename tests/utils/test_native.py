@@ -1,3 +1,4 @@
+import ctypes
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 from lightning_memo.utils import native_build as native
 
 ANSWER = 'extern "C" __attribute__((visibility("default"))) int answer() { return %s; }\n'
+FUNCTIONS = {"answer": (ctypes.c_int,)}
 
 
 @pytest.fixture
@@ -39,8 +41,8 @@ def message_of(function, *arguments):
 
 @pytest.mark.usefixtures("compiler")
 def test_a_library_is_built_once_and_loaded(source, tmp_path):
-    assert native.load("answer", [source]).answer() == 42
-    assert native.load("answer", [source], keep_gil=True).answer() == 42
+    assert native.load("answer", [source], FUNCTIONS).answer() == 42
+    assert native.load("answer", [source], FUNCTIONS, keep_gil=True).answer() == 42
     libraries = list((tmp_path / "cache" / "lightning_memo" / "native").glob("*.so"))
     built = libraries[0].stat().st_mtime_ns
     assert native.build("answer", [source]) == libraries[0]
@@ -56,7 +58,7 @@ def test_what_is_included_and_the_flags_make_another_library(source):
     header.write_text("#define VALUE 2\n")
     second = native.build("answer", [source], ["-DMORE=1"])
     assert len({first, second, native.build("answer", [source], ["-DMORE=2"])}) == 3
-    assert native.load("answer", [source], ["-DMORE=2"]).answer() == 4
+    assert native.load("answer", [source], FUNCTIONS, ["-DMORE=2"]).answer() == 4
 
 
 @pytest.mark.usefixtures("compiler")
@@ -90,8 +92,18 @@ def test_a_cache_folder_that_can_not_be_written(source, monkeypatch, tmp_path):
 @pytest.mark.usefixtures("compiler")
 def test_a_damaged_library_is_named(source):
     native.build("answer", [source]).write_bytes(b"")
-    message = message_of(native.load, "answer", [source])
+    message = message_of(native.load, "answer", [source], FUNCTIONS)
     assert "cannot be loaded" in message and "delete it" in message
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_library_without_a_function_is_named(source, tmp_path):
+    other = source.with_name("other.cpp")
+    other.write_text('extern "C" __attribute__((visibility("default"))) int question() { return 1; }\n')
+    library = native.build("answer", [source])
+    library.write_bytes(native.build("other", [other]).read_bytes())
+    message = message_of(native.load, "answer", [source], FUNCTIONS)
+    assert "answer" in message and "delete it" in message
 
 
 def test_two_processes_build_once(source, compiler, monkeypatch, tmp_path):
@@ -157,7 +169,8 @@ def test_what_another_machine_compiled_needs_no_compiler(source, monkeypatch):
 @pytest.mark.usefixtures("compiler")
 def test_what_an_ended_process_left_is_swept(source, tmp_path):
     library = native.build("answer", [source])
-    litter = library.with_name(f".12345678.{library.name}")
+    litter = library.parent / ".unfinished" / "12345678" / library.name
+    litter.parent.mkdir(parents=True)
     library.rename(litter)
     assert native.build("answer", [source]) == library
     assert not litter.exists()

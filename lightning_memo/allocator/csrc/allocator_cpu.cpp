@@ -1,6 +1,7 @@
 // The back end for CPUs, which installs the planned allocator in front of PyTorch's CPU allocator.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <malloc.h>
 #include <sys/mman.h>
 
 #include <system_error>
@@ -94,6 +95,9 @@ void uninstall() {
 void use_device(int) {}
 
 Arena take_arena(uint64_t bytes) {
+#ifdef __GLIBC__
+  malloc_trim(0);  // what unplanned steps have freed would stay in the process in addition to the arena
+#endif
   // The arena begins at a huge page, so that the kernel can use huge pages for all of it.
   const size_t mapped = round_up(bytes, huge_page_bytes) + huge_page_bytes;
   void* const mapping = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

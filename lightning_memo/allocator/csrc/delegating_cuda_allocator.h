@@ -15,8 +15,8 @@
 #include <vector>
 
 #define MEMO_TORCH (TORCH_VERSION_MAJOR * 100 + TORCH_VERSION_MINOR)
-#if MEMO_TORCH < 211 || MEMO_TORCH > 214
-#error "lightning_memo's planned allocator supports torch 2.11 to 2.14: install one of these, or set plan_memory=False"
+#if MEMO_TORCH < 211 || MEMO_TORCH > 215
+#error "lightning_memo's planned allocator supports torch 2.11 to 2.15: install one of these, or set plan_memory=False"
 #endif
 
 namespace lightning_memo {

@@ -11,7 +11,7 @@ namespace lightning_memo {
 
 enum class EventKind : int32_t { malloc = 0, free = 1 };
 
-// Python reads it as a numpy record; lightning_memo/allocator/allocator_library.py has the same fields.
+// Python reads it as a numpy record; lightning_memo/allocator/planned_allocator.py has the same fields.
 struct Event {
   int32_t kind;
   int32_t phase;     // -1 outside of all phases

@@ -1,4 +1,4 @@
-"""Selection of the attention kernel of a run, and of the attention that runs it across processes or from the host."""
+"""Selection of the attention kernel of a run, and of the attention that runs it, of whole layers or from the host."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from torch import Tensor
 
 from lightning_memo.artifacts.plan import AttentionTrial
 from lightning_memo.artifacts.swap_plan import Attention
+from lightning_memo.engine.attention.sliced_attention import attend
 from lightning_memo.engine.attention.streamed_attention import StreamedAttention, StreamedUlysses
-from lightning_memo.engine.copies.device_clock import Clock
 from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.slot_memory import SlotMemory
+from lightning_memo.engine.timeline_recorder import Clock
 from lightning_memo.kernels import AttentionBackend, AttentionSpec, select_backend
 from lightning_memo.kernels.select_kernel import candidate_kernels, check_available
 from lightning_memo.kernels.time_kernels import ProbeInputs, Timer, agreed, fastest_kernel, try_kernels
+from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.parallel.context.context_groups import ContextAttention, ContextGroups
 from lightning_memo.parallel.context.ulysses_attention import HeadExchange
 from lightning_memo.parallel.ranks import Ranks
-from lightning_memo.planner.alpha.host_backed_sizes import BLOCK_TOKENS
+from lightning_memo.planner.host_backed_sizes import BLOCK_TOKENS
 from lightning_memo.planner.token_slices import TokenRange
 
 
@@ -130,7 +132,7 @@ class AttentionSelector:
         return try_kernels(kernels, inputs, self._seconds_of or _clock_of(q.device))
 
     def streamed(
-        self, slices: Sequence[TokenRange], reader: BlockReader, host: SlotMemory | None, layer: int
+        self, slices: Sequence[TokenRange], reader: BlockReader, host: SlotMemory | None
     ) -> StreamedAttention | StreamedUlysses:
         """Return the streamed attention of a layer, which reads earlier keys and values from the host.
 
@@ -138,13 +140,36 @@ class AttentionSelector:
             slices: The slices of this process's tokens, in order.
             reader: Reads blocks of keys and values.
             host: Memory for the gradients of keys and values; `None` keeps them on the device.
-            layer: Position of the layer.
         """
         groups = self._context or ContextGroups()
         slices = [part.gathered(groups.ulysses_size) for part in slices]
         kernel = groups.ring_kernel(self._select, tuple(part.stop for part in slices))
-        core = StreamedAttention(kernel, slices, reader, host, self.block_tokens, groups.ring_size, layer)
+        core = StreamedAttention(kernel, slices, reader, host, self.block_tokens, groups.ring_size)
         return core if groups.ulysses is None else StreamedUlysses(HeadExchange(groups.ulysses), core)
+
+
+class WholeAttention:
+    """Answers the attention calls of layers without gradients, and of all layers of a plain plan.
+
+    The other layers of a step may run in slices. Tokens that are gathered from sequence-parallel shards are then in
+    another order than attention needs.
+
+    Args:
+        selector: Selects attention kernels.
+        layout: The layout of the batch; `None` if no batch was divided.
+    """
+
+    def __init__(self, selector: AttentionSelector, layout: TokenLayout | None) -> None:
+        self._selector = selector
+        self._layout = layout if layout is not None and layout.shards > 1 and len(layout.bounds) > 1 else None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        """Return the output, `[batch, heads, tokens, head_dim]`, of tokens in the order in which they were gathered."""
+        layout = self._layout
+        if layout is not None:
+            q, k, v = (layout.as_attended(t, 2) for t in (q, k, v))
+        out = attend(self._selector.backend(q, k, v, spec), q, k, v, spec)
+        return out if layout is None else layout.as_fed(out, 2)
 
 
 def _clock_of(device: torch.device) -> Timer:

@@ -1,8 +1,13 @@
-"""Routes the attention of Hugging Face models to the engine, without changes to their code."""
+"""Routes the attention of Hugging Face models to the engine, without changes to their code.
+
+Calls that no kernel computes run the model's own attention function, as ordinary operations.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,16 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_memo.engine.attention.divided_masks import WholeMask, divided_mask
-from lightning_memo.engine.attention.mask_patterns import MaskFunction, MaskPattern, measure_pattern, read_rules
-from lightning_memo.engine.attention.model_attention import attend_as_model, computed_by_transformers, not_computed
+from lightning_memo.engine.attention.mask_patterns import (
+    MaskFunction,
+    MaskPattern,
+    WholeMask,
+    divided_mask,
+    measure_pattern,
+    read_rules,
+)
 from lightning_memo.engine.attention.sliced_attention import attend
 from lightning_memo.engine.forward.autocast import autocast_inputs
 from lightning_memo.engine.forward.collected_outputs import is_collected
-from lightning_memo.engine.forward.intercept import current_handler
+from lightning_memo.engine.forward.intercept import current_handler, is_sdpa_pytorchs, leave_to_model
 from lightning_memo.kernels import AttentionSpec, select_backend
-from lightning_memo.parallel.batches.current_layout import CurrentLayout
 from lightning_memo.parallel.batches.positions import valid_ranges
+from lightning_memo.parallel.batches.token_layout import CurrentLayout
+from lightning_memo.utils.around_forward import has_user_hooks
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face
 from lightning_memo.utils.user_errors import RefusedAtAnyLength
@@ -29,19 +40,10 @@ from lightning_memo.utils.user_errors import RefusedAtAnyLength
 ATTENTION_NAME = "lightning_memo"
 # Implementations of transformers for which a missing mask means full attention, and that get a mask in all other cases.
 _ALWAYS_MASKED = ("eager", "flex_attention")
-
-
-@dataclass(frozen=True, slots=True)
-class _Host:
-    """What the functions that are registered with transformers know.
-
-    Attributes:
-        current: Holds the layout of the batches.
-        always_masked: Whether the model's own attention ignores `is_causal`, so that causal attention needs a mask.
-    """
-
-    current: CurrentLayout
-    always_masked: bool
+# Arguments of attention functions that change the result and that no kernel computes.
+_NOT_COMPUTED = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block_mask")
+# Arguments that kernels compute without dropout.
+_WITHOUT_DROPOUT = ("softcap", "s_aux")
 
 
 def attach_attention(model: nn.Module, current: CurrentLayout) -> list[Callable[[], None]]:
@@ -68,9 +70,22 @@ def attach_attention(model: nn.Module, current: CurrentLayout) -> list[Callable[
         before = [module.config._attn_implementation for module in models.values()]
         undo.append(functools.partial(_restore_attention, list(models.values()), before))
         for module, name in zip(models.values(), before, strict=True):
-            known = computed_by_transformers(module, name)
+            known = _computed_by_transformers(module, name)
             module.set_attn_implementation(_register(current.seen_by(module), name) if known else name)
     return undo
+
+
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """State of the functions that are registered with transformers.
+
+    Attributes:
+        current: Holds the layout of the batches.
+        always_masked: Whether the model's own attention ignores `is_causal`, so that causal attention needs a mask.
+    """
+
+    current: CurrentLayout
+    always_masked: bool
 
 
 def _restore_attention(models: Sequence[Any], names: Sequence[str]) -> None:
@@ -96,6 +111,53 @@ def _sdpa_ignores_caps() -> bool:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return "softcap" not in sdpa_attention_forward.__code__.co_consts
+
+
+def _computed_by_transformers(model: nn.Module, implementation: str) -> bool:
+    """Return whether a Hugging Face model computes attention with functions of transformers, whose formulas are known.
+
+    Functions of a user, registered with `AttentionInterface` or put in the place of one of transformers, may compute
+    anything. Code that comes with a checkpoint often has a copy of a function of transformers.
+
+    Args:
+        model: The model.
+        implementation: The name of its attention implementation.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if implementation == "eager":
+        functions = [f for kind in {type(module) for module in model.modules()} for f in _named_functions(kind)]
+    else:
+        functions = [ALL_ATTENTION_FUNCTIONS[implementation]] if implementation in ALL_ATTENTION_FUNCTIONS else []
+    if implementation == "sdpa" and not is_sdpa_pytorchs():
+        return False
+    return all(map(_of_transformers, functions))
+
+
+def _named_functions(kind: type[nn.Module]) -> list[Callable[..., Any]]:
+    """Return the functions for attention that the forward of a class of modules names."""
+    forward: Any = inspect.unwrap(kind.forward)
+    code, names = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
+    found = [names.get(name) for name in (() if code is None else code.co_names) if "att" in name.lower()]
+    return [each for each in found if callable(each) and not isinstance(each, type)]
+
+
+def _of_transformers(function: Callable[..., Any]) -> bool:
+    from transformers.models.llama.modeling_llama import eager_attention_forward as known
+
+    while isinstance(function, functools.partial):
+        function = function.func
+    return _is_defined_there(function) or (_is_defined_there(known) and _same_code(function, known))
+
+
+def _is_defined_there(function: Callable[..., Any]) -> bool:
+    name: str = getattr(function, "__globals__", {}).get("__name__", "")  # a decorator may copy `__module__`
+    return name.startswith(("transformers.", "lightning_memo."))
+
+
+def _same_code(a: Callable[..., Any], b: Callable[..., Any]) -> bool:
+    a, b = (getattr(function, "__code__", None) for function in (a, b))
+    return all(getattr(a, part, None) == getattr(b, part) for part in ("co_code", "co_consts", "co_names"))
 
 
 def _uncapped_attention(host: _Host, *args: Any, softcap: float | None = None, **kwargs: Any) -> tuple[Tensor, None]:
@@ -130,15 +192,15 @@ def _attention(
         _check_among_processes(module, handler, attention_mask, sliding_window)
         if layout.ring * layout.ulysses * layout.shards > 1:
             _check_arguments_among_processes(module, kwargs)
-    why = not_computed(attention_mask, dropout, kwargs)
+    why = _not_computed(attention_mask, dropout, kwargs)
     if not why and host.always_masked and (handler or torch.is_grad_enabled()) and _hides_all_keys(attention_mask):
         why = "a mask that hides all keys from some tokens"
-    if why or (handler is None and not isinstance(attention_mask, MaskPattern)):
-        out, _ = attend_as_model(
-            host.always_masked, module, query, key, value, attention_mask, why=why, dropout=dropout, scaling=scaling,
-            is_causal=is_causal, sliding_window=sliding_window, **kwargs,
-        )  # fmt: skip
-        return out, None
+    if why or (handler is None and (not isinstance(attention_mask, MaskPattern) or has_user_hooks())):
+        if why:
+            leave_to_model(f"{class_name(module)} calls attention with {why}, which no attention kernel computes")
+        mask = attention_mask.tensor() if isinstance(attention_mask, MaskPattern) else attention_mask
+        kwargs |= {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, "sliding_window": sliding_window}
+        return _own_function(host, module)(module, query, key, value, mask, **kwargs)[0], None
     if host.always_masked:
         is_causal, attention_mask = False, _added(attention_mask, query.dtype)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -226,7 +288,7 @@ def _check_call(
 
 
 def _check_arguments_among_processes(module: nn.Module, arguments: dict[str, Any]) -> None:
-    """Refuse what merging the attention of several processes does not consider.
+    """Refuse arguments that merging the attention of several processes does not consider.
 
     Raises:
         ValueError: The call has sinks or a soft cap.
@@ -237,6 +299,37 @@ def _check_arguments_among_processes(module: nn.Module, arguments: dict[str, Any
                 f"{class_name(module)} calls attention with {name}, which is not computed among processes: train "
                 "this model with context_parallel_size=1 and sequence_parallel=False"
             )
+
+
+def _not_computed(mask: Tensor | MaskPattern | None, dropout: float, arguments: dict[str, Any]) -> str:
+    """Return the argument of an attention call that kernels do not compute; empty if they compute all."""
+    if isinstance(mask, Tensor) and mask.requires_grad:
+        return "a mask that requires grad"
+    for name in _NOT_COMPUTED:
+        if arguments.get(name) is not None:
+            return name
+    given = [name for name in _WITHOUT_DROPOUT if arguments.get(name) is not None]
+    return f"{given[0]} and dropout" if given and dropout else ""
+
+
+def _own_function(host: _Host, module: nn.Module) -> Callable[..., Any]:
+    """Return the attention function with which a model computes in plain training.
+
+    Raises:
+        ValueError: The model has no such function.
+    """
+    if not host.always_masked:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward
+    for kind in type(module).__mro__:
+        found: Callable[..., Any] | None = getattr(sys.modules[kind.__module__], "eager_attention_forward", None)
+        if found is not None:
+            return found
+    raise ValueError(
+        f"{class_name(module)} calls attention with arguments that no attention kernel computes, and its module has "
+        "no eager_attention_forward: train this model without lightning_memo"
+    )
 
 
 def _mask(
@@ -269,9 +362,16 @@ def _mask(
     may_skip |= kwargs.get("allow_is_causal_skip", True) and not host.always_masked
     explicit = functools.partial(
         eager_mask if host.always_masked and host.current.layout is None else sdpa_mask,
-        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-        mask_function=mask_function, attention_mask=attention_mask, device=device, **kwargs,
-    )  # fmt: skip
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        device=device,
+        **kwargs,
+    )
     if host.current.layout is not None:
         whole = functools.partial(explicit, allow_is_causal_skip=False)
         return divided_mask(mask_function, host.current, q_length, device, may_skip and local_size is None, whole)
@@ -288,6 +388,8 @@ def _mask(
         pattern = pattern.padded(valid, kv_length, may_see_nothing=not host.always_masked)
     if pattern is None:
         return explicit()
+    if attention_mask is not None:  # a recomputation may build the mask again; see Note: [Values that are read later]
+        explicit = functools.partial(explicit, attention_mask=attention_mask.clone())
     return replace(pattern, explicit=functools.partial(explicit, allow_is_causal_skip=False))
 
 
@@ -308,9 +410,15 @@ def _pattern(
 
     def seen_by(first: int, queries: int) -> Tensor:
         mask: Tensor = sdpa_mask(
-            batch_size=batch, q_length=queries, kv_length=tokens, q_offset=first, mask_function=mask_function,
-            allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
-        )  # fmt: skip
+            batch_size=batch,
+            q_length=queries,
+            kv_length=tokens,
+            q_offset=first,
+            mask_function=mask_function,
+            allow_is_causal_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
         return mask
 
     return measure_pattern(seen_by, tokens)

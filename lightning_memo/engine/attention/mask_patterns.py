@@ -1,5 +1,7 @@
 """Describes the attention mask of a Hugging Face model by a pattern, if there is one that holds for all tokens.
 
+The mask of a batch whose tokens are divided over processes has to be a pattern, or is one that every process has whole.
+
 Note: [How masks are understood]
 transformers describes a mask by a function of a query and a key. Functions that transformers itself makes are read:
 their code objects say which rule they compute, and their closures hold its numbers and tensors. All other functions are
@@ -15,16 +17,17 @@ from types import CodeType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_memo.parallel.batches.positions import first_and_count
+from lightning_memo.parallel.batches.token_layout import CurrentLayout, Documents, TokenLayout, multiple
 from lightning_memo.utils.user_errors import RefusedAtAnyLength
 
 _PAIRS = 1 << 22  # pairs of a query and a key that are evaluated at a time
-
+_EVERYTHING = [slice(None), slice(0, None)]
 MaskFunction = Callable[..., Any]
-Documents = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,9 @@ class MaskPattern:
         return func(*built, **named)
 
     def __getitem__(self, index: Any) -> Any:
+        """Index the explicit mask. Slices of everything leave the pattern as it is: Gemma 4 takes `[:, :, -0:, :]`."""
+        if isinstance(index, tuple) and all(isinstance(each, slice) and each in _EVERYTHING for each in index):
+            return self
         return self.tensor()[index]
 
     def __getattr__(self, name: str) -> Any:
@@ -95,7 +101,33 @@ class MaskPattern:
 
 
 @dataclass(frozen=True, slots=True)
-class MaskRules:
+class WholeMask(MaskPattern):
+    """A mask of all tokens of a batch, which no pattern describes. Every process has all of it.
+
+    Attributes:
+        mask: The mask, boolean `[batch, 1, tokens, tokens]`.
+    """
+
+    mask: Tensor | None = field(default=None, compare=False, repr=False)
+
+
+def read_rules(mask_function: MaskFunction, positions: Tensor) -> _MaskRules | None:
+    """Return the rules that a mask function of transformers computes; `None` if it is not known or combines others.
+
+    Args:
+        mask_function: Function of batch row, head, query and key.
+        positions: Positions of the tokens, `[batch or 1, tokens]`.
+    """
+    code = getattr(mask_function, "__code__", None)
+    make = next((make for known, make in _readers() if known is code), None)
+    if make is None:
+        return None
+    cells = getattr(mask_function, "__closure__", None) or ()
+    return make(positions, *(cell.cell_contents for cell in cells))
+
+
+@dataclass(frozen=True, slots=True)
+class _MaskRules:
     """The rules that a mask function of transformers combines; a query sees the keys that all of them allow.
 
     Attributes:
@@ -112,9 +144,9 @@ class MaskRules:
     chunks: tuple[Tensor, ...] = ()
     positions: tuple[Tensor, ...] = ()
 
-    def both(self, other: MaskRules) -> MaskRules:
+    def both(self, other: _MaskRules) -> _MaskRules:
         windows = [w for w in (self.window, other.window) if w is not None]
-        return MaskRules(
+        return _MaskRules(
             self.causal or other.causal,
             min(windows, default=None),
             self.groups + other.groups,
@@ -145,23 +177,8 @@ class MaskRules:
         return MaskPattern(self.causal, window, documents=_documents(found[:, 1:])) if found[:, 0].all() else None
 
 
-def read_rules(mask_function: MaskFunction, positions: Tensor) -> MaskRules | None:
-    """Return the rules that a mask function of transformers computes; `None` if it is not known or combines others.
-
-    Args:
-        mask_function: Function of batch row, head, query and key.
-        positions: Positions of the tokens, `[batch or 1, tokens]`.
-    """
-    code = getattr(mask_function, "__code__", None)
-    make = next((make for known, make in _readers() if known is code), None)
-    if make is None:
-        return None
-    cells = getattr(mask_function, "__closure__", None) or ()
-    return make(positions, *(cell.cell_contents for cell in cells))
-
-
 @functools.cache
-def _readers() -> tuple[tuple[CodeType, Callable[..., MaskRules | None]], ...]:
+def _readers() -> tuple[tuple[CodeType, Callable[..., _MaskRules | None]], ...]:
     """Return the code objects of transformers' mask functions, each with a function of positions and closure values.
 
     Closure values are in the order of their names.
@@ -170,12 +187,12 @@ def _readers() -> tuple[tuple[CodeType, Callable[..., MaskRules | None]], ...]:
 
     causal: Any = masks.causal_mask_function
     unused = torch.zeros(0)
-    known: tuple[tuple[Any, Callable[..., MaskRules | None]], ...] = (
-        (causal, lambda positions: MaskRules(causal=True)),
-        (masks.bidirectional_mask_function, lambda positions: MaskRules()),
-        (masks.sliding_window_overlay(1), lambda positions, window: MaskRules(window=window)),
+    known: tuple[tuple[Any, Callable[..., _MaskRules | None]], ...] = (
+        (causal, lambda positions: _MaskRules(causal=True)),
+        (masks.bidirectional_mask_function, lambda positions: _MaskRules()),
+        (masks.sliding_window_overlay(1), lambda positions, window: _MaskRules(window=window)),
         (masks.chunked_overlay(1, unused), _read_chunks),
-        (masks.packed_sequence_mask_function(unused), lambda positions, groups: MaskRules(groups=(groups,))),
+        (masks.packed_sequence_mask_function(unused), lambda positions, groups: _MaskRules(groups=(groups,))),
         (masks.and_masks(causal), _read_intersection),
         (masks.or_masks(causal), _read_union),
     )
@@ -184,24 +201,24 @@ def _readers() -> tuple[tuple[CodeType, Callable[..., MaskRules | None]], ...]:
     return tuple((function.__code__, make) for function, make in (*known, *remapped))
 
 
-def _read_chunks(positions: Tensor, size: int, left_padding: Tensor) -> MaskRules:
-    return MaskRules(chunks=((positions - left_padding[:, None]) // size,))
+def _read_chunks(positions: Tensor, size: int, left_padding: Tensor) -> _MaskRules:
+    return _MaskRules(chunks=((positions - left_padding[:, None]) // size,))
 
 
-def _read_remapped(positions: Tensor, mask_function: MaskFunction, own: Tensor) -> MaskRules | None:
+def _read_remapped(positions: Tensor, mask_function: MaskFunction, own: Tensor) -> _MaskRules | None:
     rules = read_rules(mask_function, own)
     if rules is None or rules.groups or rules.positions:  # these would be looked up by position
         return None
     return replace(rules, positions=(own,))
 
 
-def _read_intersection(positions: Tensor, functions: Sequence[MaskFunction]) -> MaskRules | None:
+def _read_intersection(positions: Tensor, functions: Sequence[MaskFunction]) -> _MaskRules | None:
     every = [read_rules(function, positions) for function in functions]
     rules = [each for each in every if each is not None]
-    return functools.reduce(MaskRules.both, rules, MaskRules()) if len(rules) == len(every) else None
+    return functools.reduce(_MaskRules.both, rules, _MaskRules()) if len(rules) == len(every) else None
 
 
-def _read_union(positions: Tensor, functions: Sequence[MaskFunction]) -> MaskRules | None:
+def _read_union(positions: Tensor, functions: Sequence[MaskFunction]) -> _MaskRules | None:
     """Return the rules of the only function that allows anything: batches without images have no blocks of images."""
     rest = [function for function in functions if not _allows_nothing(function)]
     return read_rules(rest[0], positions) if len(rest) == 1 else None
@@ -261,3 +278,54 @@ def _documents(edges: Tensor) -> Documents | None:
         edges: Whether a document starts at the second and each later token, `[batch, tokens - 1]`.
     """
     return tuple((0, *(row.nonzero()[:, 0] + 1).tolist()) for row in edges) if bool(edges.any()) else None
+
+
+def divided_mask(
+    mask_function: MaskFunction,
+    current: CurrentLayout,
+    tokens: int,
+    device: torch.device | str,
+    may_skip: bool,
+    explicit: Callable[[], Tensor],
+) -> MaskPattern:
+    """Return the mask of a batch whose layout knows documents and padding.
+
+    Args:
+        mask_function: A mask function of transformers.
+        current: Holds the layout.
+        tokens: Number of tokens that the mask is for: all of a row if the model divides them itself later.
+        device: Device of the mask function's tensors.
+        may_skip: Whether transformers would leave it to the attention module whether attention is causal.
+        explicit: Builds the mask, boolean `[batch, 1, tokens, tokens]`.
+
+    Raises:
+        ValueError: The mask is no pattern, and a process has some of the tokens only.
+    """
+    rules = read_rules(mask_function, torch.arange(tokens, device=device)[None])
+    if rules is not None and not rules.chunks and (rules.window is None or rules.causal):
+        return MaskPattern(None if may_skip else rules.causal, rules.window)
+    layout = current.layout
+    assert layout is not None
+    if current.text_model is None or tokens <= layout.tokens - multiple(layout.ring, layout.ulysses, layout.shards):
+        raise RefusedAtAnyLength(
+            "this model has an attention mask that is neither causal, nor a sliding window, nor full, which needs all "
+            'tokens at once: train it with context_parallel_size=1, sequence_parallel=False and not schedule="slice"'
+        )
+    return _whole_mask(layout, tokens, explicit)
+
+
+def _whole_mask(layout: TokenLayout, tokens: int, explicit: Callable[[], Tensor]) -> WholeMask:
+    """Return a mask of all tokens of a row, padded like the row.
+
+    Raises:
+        ValueError: Keys and values are on the host, and slices would see later ones.
+    """
+    if layout.outside:
+        raise RefusedAtAnyLength(
+            "this model lets tokens see later ones, such as those of an image each other, and slices with keys on the "
+            'host see earlier ones only: set host_backed="none"'
+        )
+    mask = F.pad(explicit(), (0, layout.tokens - tokens) * 2)
+    # Tokens of the padding see themselves, because kernels do not agree on queries that see nothing.
+    mask.diagonal(dim1=-2, dim2=-1)[..., tokens:] = True
+    return WholeMask(None, None, mask=mask)

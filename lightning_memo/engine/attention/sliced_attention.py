@@ -1,22 +1,34 @@
-"""Attention of a layer call that runs slice by slice, with the keys and values of all slices on the device."""
+"""Attention with the keys and values of all tokens on the device: of a layer call slice by slice, or of a sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_memo.engine.attention.attention_sinks import gradient_of_sinks, merge_sinks
-from lightning_memo.engine.attention.key_value_gradients import DeviceGradients
-from lightning_memo.engine.attention.keys_values import KeysValuesSource
 from lightning_memo.kernels import AttentionBackend, AttentionResult, AttentionSpec
+from lightning_memo.kernels.attention_kernel import sums_dtype
 from lightning_memo.planner.token_slices import TokenRange
 
 _KeysValues = tuple[Tensor, Tensor]
+
+
+class KeysValuesSource(Protocol):
+    """Keys and values of one slice, `[batch, heads, tokens, head_dim]`, stored or recomputed."""
+
+    def peek(self) -> tuple[Tensor, Tensor]:
+        """Return both while the forward still runs."""
+
+    def end_forward(self) -> None:
+        """Drop what only the forward needs."""
+
+    def load(self) -> tuple[Tensor, Tensor]:
+        """Return both on the device in the backward."""
 
 
 class SlicedAttention:
@@ -133,9 +145,39 @@ class SlicedAttention:
     def _start(self, seen: list[int], index: int) -> int:
         return self._slices[seen[0] if seen else index].start
 
+    def rewind(self) -> None:
+        """End a backward that another one may follow."""
+        self._joined.clear()
+        self._gradients = DeviceGradients()
+
     def release(self) -> None:
         """End the layer's backward."""
         self._joined.clear()
+
+
+class DeviceGradients:
+    """Gradients of keys and values, to which later slices add their contributions, on the device.
+
+    They are in fp32 for half precision.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def add(self, index: int, dk: Tensor, dv: Tensor) -> None:
+        """Add a later slice's contribution to the gradients of slice `index`, `[batch, heads, tokens, head_dim]`."""
+        if index not in self._sums:
+            self._sums[index] = (dk.to(sums_dtype(dk), copy=True), dv.to(sums_dtype(dv), copy=True))
+            return
+        for total, part in zip(self._sums[index], (dk, dv), strict=True):
+            total += part
+
+    def take(self, index: int, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of slice `index`, including its own contributions `dk` and `dv`."""
+        if index not in self._sums:
+            return dk, dv
+        later_dk, later_dv = self._sums.pop(index)
+        return (later_dk + dk).to(dk.dtype), (later_dv + dv).to(dv.dtype)
 
 
 class _JoinedSlices:
@@ -177,6 +219,23 @@ class _JoinedSlices:
             buffer[:, :, start : self._stops[n]] = part
 
 
+def attend(backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    """Compute the attention of a module outside the engine's layers, or of a layer that runs as in plain training.
+
+    Args:
+        backend: The kernel.
+        q: Queries, `[batch, heads, tokens, head_dim]`.
+        k: Keys.
+        v: Values.
+        spec: The keys that each query sees.
+
+    Returns:
+        The output, `[batch, heads, tokens, head_dim]`, with autograd history.
+    """
+    out: Tensor = _WholeAttention.apply(backend, replace(spec, sinks=None), q, k, v, spec.sinks)
+    return out
+
+
 class _WholeAttention(torch.autograd.Function):
     """Attention of a complete sequence, differentiable."""
 
@@ -195,20 +254,3 @@ class _WholeAttention(torch.autograd.Function):
         result = AttentionResult(out, lse, ctx.state)
         dsinks = gradient_of_sinks(dout, result, sinks) if ctx.needs_input_grad[5] else None
         return (None, None, *ctx.backend.backward(dout, q, k, v, result, ctx.spec), dsinks)
-
-
-def attend(backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    """Compute the attention of a module outside the engine's layers, or of a layer that runs as in plain training.
-
-    Args:
-        backend: The kernel.
-        q: Queries, `[batch, heads, tokens, head_dim]`.
-        k: Keys.
-        v: Values.
-        spec: The keys that each query sees.
-
-    Returns:
-        The output, `[batch, heads, tokens, head_dim]`, with autograd history.
-    """
-    out: Tensor = _WholeAttention.apply(backend, replace(spec, sinks=None), q, k, v, spec.sinks)
-    return out

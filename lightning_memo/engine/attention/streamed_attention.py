@@ -8,42 +8,16 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lightning_memo.engine.attention.key_value_gradients import DeviceGradients, HostGradients
+from lightning_memo.engine.attention.sliced_attention import DeviceGradients
+from lightning_memo.engine.copy_streams import CopyEvent
 from lightning_memo.engine.memory.block_reader import BlockParts, BlockReader, DeviceBlock, HostRange, heads_first
+from lightning_memo.engine.memory.host_arena import HostBuffer
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.kernels import AttentionBackend, AttentionResult, AttentionSpec
 from lightning_memo.kernels.attention_kernel import merge, repeat_heads, sum_head_groups, sums_dtype
 from lightning_memo.parallel.context.ulysses_attention import HeadExchange
-from lightning_memo.planner.alpha.host_backed_sizes import blocks_of
+from lightning_memo.planner.host_backed_sizes import blocks_of
 from lightning_memo.planner.token_slices import TokenRange
-
-# Blocks of earlier slices, with the keys that the queries see in them.
-Blocks = Iterator[tuple["Past", DeviceBlock]]
-# Adds the contributions of later slices to the gradients of a slice's own keys and values.
-AddLater = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-class HostKeysValues(Protocol):
-    """The keys and values of a slice on the host."""
-
-    def host_ranges(self) -> tuple[HostRange, HostRange]:
-        """Return the host ranges of the keys and of the values."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Past:
-    """Consecutive slices in front of the query slice, to which one kernel call attends.
-
-    Attributes:
-        slices: Numbers of the slices.
-        start: Position of their first key.
-        spec: The keys that each query sees in them.
-    """
-
-    slices: range
-    start: int
-    spec: AttentionSpec
 
 
 class StreamedAttention:
@@ -61,7 +35,6 @@ class StreamedAttention:
         host: Memory for the gradients of keys and values; `None` keeps them on the device.
         block_tokens: Number of tokens of a block; each block has at least one slice.
         ring: Number of processes that share each slice. Positions are the bounds of `slices` times this number.
-        layer: Position of the layer.
 
     Attributes:
         slices_fetched: Number of slices whose keys and values were fetched so far.
@@ -75,14 +48,13 @@ class StreamedAttention:
         host: SlotMemory | None,
         block_tokens: int,
         ring: int = 1,
-        layer: int = 0,
     ) -> None:
         self._backend = backend
         self._slices = slices
         self._reader = reader
         self._host = host
         self._gradients: DeviceGradients | HostGradients = DeviceGradients()
-        self._ring, self._layer = ring, layer
+        self._ring = ring
         self._blocks = blocks_of(slices, block_tokens)
         self._keys_values: dict[int, HostKeysValues] = {}
         self.slices_fetched = 0
@@ -135,7 +107,7 @@ class StreamedAttention:
         The backward of all later slices must have run before. `k` and `v` are those that `forward` returned.
         """
         if self._host is not None and not isinstance(self._gradients, HostGradients):
-            self._gradients = HostGradients(self._host, [part.tokens for part in self._slices], k, v, self._layer)
+            self._gradients = HostGradients(self._host, [part.tokens for part in self._slices], k, v)
         start, states = self._slices[index].start, iter(result.state)
         later, blocks = self._read_with_gradients(index, self._past(index, spec))
         dq, dk, dv = self._backend.backward(dout, q, k, v, replace(result, state=next(states)), spec, start, start)
@@ -192,10 +164,117 @@ class StreamedAttention:
         for n, dk_part, dv_part in zip(seen.slices, dk.split(lengths, 2), dv.split(lengths, 2), strict=True):
             self._gradients.add(n, dk_part, dv_part)
 
+    def rewind(self) -> None:
+        """End a backward that another one may follow."""
+        self.release()
+        self._gradients = DeviceGradients()
+
     def release(self) -> None:
         """End the layer's backward."""
         if isinstance(self._gradients, HostGradients):
             self._gradients.release()
+
+
+class HostKeysValues(Protocol):
+    """The keys and values of a slice on the host."""
+
+    def host_ranges(self) -> tuple[HostRange, HostRange]:
+        """Return the host ranges of the keys and of the values."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """Consecutive slices in front of the query slice, to which one kernel call attends.
+
+    Attributes:
+        slices: Numbers of the slices.
+        start: Position of their first key.
+        spec: The keys that each query sees in them.
+    """
+
+    slices: range
+    start: int
+    spec: AttentionSpec
+
+
+# Blocks of earlier slices, with the keys that the queries see in them.
+Blocks = Iterator[tuple["Past", DeviceBlock]]
+# Adds the contributions of later slices to the gradients of a slice's own keys and values.
+AddLater = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class HostGradients:
+    """Gradients of keys and values in a host buffer, which are read in blocks together with the keys and values.
+
+    Like `DeviceGradients`, they are in fp32 for half precision.
+
+    Args:
+        memory: Provides the host buffer and the copies to it.
+        tokens: Number of tokens of each slice.
+        k: Keys of a slice, `[batch, heads, tokens, head_dim]`.
+        v: Values of a slice.
+    """
+
+    def __init__(self, memory: SlotMemory, tokens: Sequence[int], k: Tensor, v: Tensor) -> None:
+        self._memory = memory
+        self._tokens = list(tokens)
+        self._dtype = sums_dtype(k)
+        self._row_bytes = [t[:, :, 0].numel() * self._dtype.itemsize for t in (k, v)]
+        self._buffer: HostBuffer | None = None
+        self._written: dict[int, CopyEvent] = {}
+
+    def parts(self, slices: Sequence[int]) -> list[list[HostRange]]:
+        """Return the host ranges of consecutive slices: those of the key gradients and those of the value gradients."""
+        return [[self._host_range(n, which) for n in slices] for which in (0, 1)]
+
+    def add(self, slices: Sequence[int], block: DeviceBlock, dk: Tensor, dv: Tensor) -> None:
+        """Add contributions to the gradients in a block, and start copying them back to the host.
+
+        Args:
+            slices: The slices of the block.
+            block: The block that was read; its last two parts are those that `parts` returned.
+            dk: Contribution to the gradients of the keys, `[batch, heads, tokens, head_dim]`.
+            dv: Contribution to the gradients of the values.
+        """
+        if self._buffer is None:
+            self._buffer = self._memory.take_host_buffer(
+                sum(self._tokens) * sum(self._row_bytes), self._memory.gradient_arena
+            )
+        for which, (part, gradient) in enumerate(zip(block.parts[-2:], (dk, dv), strict=True)):
+            heads_first(part, gradient, self._dtype).add_(gradient)
+            block.leaving = self._memory.copy_to_host(self._buffer, self._start(slices[0], which), part)
+        assert block.leaving is not None
+        self._written |= dict.fromkeys(slices, block.leaving)
+
+    def take(self, block: DeviceBlock, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of a slice: those in the block that was read plus its own contributions."""
+        sums = []
+        for part, own in zip(block.parts, (dk, dv), strict=True):
+            sums.append((heads_first(part, own, self._dtype) + own).to(own.dtype))
+        return sums[0], sums[1]
+
+    def __contains__(self, index: int) -> bool:
+        """Return whether a later slice has added to the gradients of slice `index`."""
+        return index in self._written
+
+    def release(self) -> None:
+        """Release the host buffer, after all gradients have been read."""
+        if self._buffer is not None:
+            self._buffer.release()
+            self._buffer = None
+
+    def _host_range(self, index: int, which: int) -> HostRange:
+        size, written = self._tokens[index] * self._row_bytes[which], self._written.get(index)
+        if self._buffer is None or written is None:
+            return HostRange(size, None)
+        start = self._start(index, which)
+        return HostRange(size, self._buffer.memory[start : start + size], written, self._buffer.copies)
+
+    def _start(self, index: int, which: int) -> int:
+        """Return the offset of a slice's gradients in bytes: those of all keys come first, then those of all values."""
+        before = sum(self._tokens) * sum(self._row_bytes[:which])
+        return before + sum(self._tokens[:index]) * self._row_bytes[which]
 
 
 class StreamedUlysses:
@@ -213,7 +292,7 @@ class StreamedUlysses:
         self._exchange = exchange
         self._inner = inner
         self._copies = 1
-        self.hold, self.release = inner.hold, inner.release
+        self.hold, self.rewind, self.release = inner.hold, inner.rewind, inner.release
 
     def forward(
         self, index: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from lightning_memo.engine.memory.lazy_tensor import part_of
+
 
 def cut(tree: Any, tokens: int, start: int, stop: int, batch: int, token_dim: int, shards: int = 1) -> Any:
     """Return the tokens `[start, stop)` of every tensor in `tree` that has one entry per token.
@@ -43,5 +45,5 @@ def token_dim_of(t: torch.Tensor, tokens: int, batch: int, token_dim: int, shard
 def take_tokens(t: torch.Tensor, dim: int, tokens: int, start: int, stop: int) -> torch.Tensor:
     """Return the tokens `[start, stop)` of `t`, or of each shard if `t` holds several shards of `tokens` tokens."""
     if t.shape[dim] == tokens:
-        return t.narrow(dim, start, stop - start)
+        return part_of(t, dim, start, stop)
     return t.unflatten(dim, (-1, tokens)).narrow(dim + 1, start, stop - start).flatten(dim, dim + 1)

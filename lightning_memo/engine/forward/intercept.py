@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
@@ -13,16 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from typing_extensions import Self
 
 from lightning_memo.engine.forward.autocast import autocast_inputs
 from lightning_memo.engine.forward.cut_tokens import take_tokens
-from lightning_memo.engine.forward.parametrized_weights import unchanged_by_registration
 from lightning_memo.engine.forward.refuse_checkpointing import refuse_without_grad, refusing_checkpoint
 from lightning_memo.engine.memory.saved_storages import gapless_strides
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.parallel.batches.token_layout import TokenLayout
+from lightning_memo.utils.replaced_functions import function_of, replaced
 
 # q, k, v [batch, heads, tokens, head_dim] and the spec -> output of the same shape
 AttentionHandler = Callable[[Tensor, Tensor, Tensor, AttentionSpec], Tensor]
@@ -30,7 +31,7 @@ AttentionHandler = Callable[[Tensor, Tensor, Tensor, AttentionSpec], Tensor]
 _handler: ContextVar[AttentionHandler | None] = ContextVar("attention_handler", default=None)
 # Told why the layer computes an attention call itself.
 _on_leaving: ContextVar[Callable[[str], None] | None] = ContextVar("on_leaving", default=None)
-_sdpa = F.scaled_dot_product_attention
+_sdpa: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
 _SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 DROPOUTS = (F.dropout, torch.dropout)
 
@@ -82,9 +83,16 @@ def _answer_sdpa(handler: AttentionHandler, args: tuple[Any, ...], kwargs: dict[
     return handler(given["query"], given["key"], given["value"], spec)
 
 
-def _dispatch_sdpa(*args: Any, **kwargs: Any) -> Tensor:
+def _dispatch_sdpa(own: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     handler = _handler.get()
-    return _sdpa(*args, **kwargs) if handler is None else _answer_sdpa(handler, args, kwargs)
+    if handler is not None and own is not _sdpa:
+        leave_to_model("torch.nn.functional.scaled_dot_product_attention is a function of the user's")
+    return own(*args, **kwargs) if handler is None or own is not _sdpa else _answer_sdpa(handler, args, kwargs)
+
+
+def is_sdpa_pytorchs() -> bool:
+    """Return whether `torch.nn.functional.scaled_dot_product_attention` is PyTorch's, whose formula is known."""
+    return function_of(F, "scaled_dot_product_attention") is _sdpa
 
 
 def _answer(
@@ -145,13 +153,11 @@ def handling(
     trained = torch.is_grad_enabled()
     token = _handler.set(functools.partial(_answer, handler, layout, trained))
     leaving = _on_leaving.set(functools.partial(_leave, layout, on_leaving))
-    before = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = _dispatch_sdpa
+    intercepted = replaced(F, "scaled_dot_product_attention", _dispatch_sdpa)
     try:
-        with unchanged_by_registration(), refusing_checkpoint(layer) if trained else nullcontext():
+        with intercepted, unchanged_by_registration(), refusing_checkpoint(layer) if trained else nullcontext():
             yield
     finally:
-        F.scaled_dot_product_attention = before
         _on_leaving.reset(leaving)
         _handler.reset(token)
 
@@ -258,3 +264,13 @@ class LayerMode(OwnMode):
             f"dropout on a tensor of shape {tuple(input.shape)} cannot be cut by token "
             f"(slice of {count} tokens, batch {self._batch})"
         )
+
+
+def unchanged_by_registration() -> AbstractContextManager[None]:
+    """Inside, registering a parametrization does not set a weight to itself, which counts as a change in place."""
+    return replaced(parametrize, "_maybe_set", _set_other)
+
+
+def _set_other(set_to: Callable[..., None], dest: Any, source: Any) -> None:
+    if dest is not source:
+        set_to(dest, source)

@@ -14,12 +14,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_memo.engine.forward.cut_tokens import cut, token_dim_of
 from lightning_memo.engine.forward.intercept import LayerMode
-from lightning_memo.engine.memory.lazy_tensor import LazyTensor
+from lightning_memo.engine.memory.lazy_tensor import LazyTensor, real
 from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.planner.token_slices import TokenRange
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.containers import entries_of, items_of
 from lightning_memo.utils.python_objects import contents_of, dict_of, in_slots
+
+_DEPTH = 2  # of objects within objects whose attributes are looked at
 
 
 class _TheInput:
@@ -27,7 +29,6 @@ class _TheInput:
 
 
 THE_INPUT = _TheInput()
-_DEPTH = 2  # of objects within objects whose attributes are looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class LayerCall:
         part_of = cut(arguments, self.tokens, part.start, part.stop, self.batch, self.token_dim, self.shards)
         # The layer may pass them to kernels of its own.
         if any(isinstance(t, LazyTensor) for t in tree_leaves(part_of)):
-            part_of = tree_map_only(LazyTensor, LazyTensor.materialize, part_of)
+            part_of = tree_map_only(LazyTensor, real, part_of)
         args, kwargs = part_of  # by reference if possible: a layer may write to its arguments
         if any(t is THE_INPUT for t in (*args, *kwargs.values())):
             args = [x if t is THE_INPUT else t for t in args]

@@ -5,15 +5,29 @@ A recomputation has to deliver the tensors that the forward saved, in the same o
 is not computed again. PyTorch decides which tensors these are (views of the product's input, of autocast's copy of it,
 of a weight). Therefore the product is called as before, and only its kernel below autograd is replaced: the result is
 read from storage.
+
+Note: [Sums of products]
+LoRA adds products of a layer's modules. The backward of `base(x) + B(A(x)) * scaling` reads `x` and `A(x)`, and none of
+the terms. If the sum is in storage, neither the product of the base layer nor that of `B` has to be computed, nor their
+sum. They are called as before, and the stored sum stands for each of the terms, which nothing but the sum may read.
+
+If the adapters have another type than the base layer, the sum is cast to the type of `base(x)`. The cast is a part of
+the sum, and its output is stored, which has that type: half of the bytes if adapters in fp32 train beside a base layer
+in bf16. It stands for terms and sums of both types, because autograd saves none of them.
+
+If the sum is not in storage, each term is computed when it is read. Nothing reads the base layer's product in the last
+module of a layer, because the recomputation ends when `A(x)` is computed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import TracebackType
+from dataclasses import dataclass
+from types import NoneType, TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -23,8 +37,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self, override
 
-from lightning_memo.engine.forward.adapted_sums import SummingForward, adapted_modules
 from lightning_memo.engine.forward.intercept import OwnMode
+from lightning_memo.planner.token_slices import KINDS
 
 Compute = Callable[[], Tensor]
 Span = tuple[Any, Any]
@@ -41,8 +55,6 @@ WEIGHT_PLACES = {
     Tensor.mm: 1,
     torch.addmm: 2,
 }
-# Kinds of tensors that are no products: a weight with such a name keeps its suffix.
-_TAKEN = ("input", "attention", "all", "out", "lse", "query", "key", "value", "other", "shared")
 
 
 class Products(Protocol):
@@ -191,6 +203,8 @@ class AnsweredProduct(TorchDispatchMode):
             self._answered = True
             left, right = args[-2:]
             return self._stored.view(left.shape[0], right.shape[1])
+        if self._answered and func is torch.ops.aten.add.Tensor:  # the bias, if the input has gaps; it is in storage
+            return torch.ops.aten.alias(args[0])
         if self._answered and not is_view(func):
             raise RuntimeError(
                 f"the recomputation of a stored matrix product also calls {func}: keep the types and layouts of the "
@@ -205,9 +219,47 @@ def is_view(func: Any) -> bool:
 
 
 def _untaken(name: str) -> str:
-    return f"{name}.sum" if name in _TAKEN else name
+    return f"{name}.sum" if name in KINDS else name
 
 
 def _short(name: str) -> str:
+    """Return the name of a product without the suffix of its weight, unless a kind of tensor has that name."""
     short = name.removesuffix(".weight")
-    return name if short in _TAKEN else short
+    return name if short in KINDS else short
+
+
+def adapted_modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module, frozenset[int]]]:
+    """Yield the modules of a layer that peft's LoRA adapts, with their names and the ids of the terms' weights.
+
+    Left out are modules with a variant of LoRA that reads terms (DoRA), and those whose forward or parts are a user's
+    own, which might read terms past PyTorch's operators.
+    """
+    lora = sys.modules.get("peft.tuners.lora.layer")
+    if lora is None:
+        return
+    for name, module in layer.named_modules():
+        if not (isinstance(module, lora.Linear) and type(module).forward is lora.Linear.forward):
+            continue
+        own = not isinstance(vars(module).get("forward"), (NoneType, SummingForward))
+        if own or any(adapter in module.lora_variant for adapter in module.active_adapters):
+            continue
+        if not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules() if part is not module):
+            # Not `term.weight`, which parametrizations compute, and would save for the backward.
+            weights = [term._parameters.get("weight") for term in (module.base_layer, *module.lora_B.values())]
+            yield name, module, frozenset(id(weight) for weight in weights if type(weight) is nn.Parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class SummingForward:
+    """Stands in for the forward of an adapted module.
+
+    Attributes:
+        run: Called with the module's own forward, bound to its arguments; returns the output.
+        forward: The module's own forward.
+    """
+
+    run: Callable[[Callable[[], Tensor]], Tensor]
+    forward: Callable[..., Tensor]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.run(lambda: self.forward(*args, **kwargs))

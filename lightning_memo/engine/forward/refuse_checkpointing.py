@@ -14,8 +14,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction, _checkpoint_hook
 
-from lightning_memo.engine.fp8_modules.inner_contexts import entrances
+from lightning_memo.engine.fp8_modules import entrances
+from lightning_memo.utils.around_forward import is_checkpointed, is_in_backward
 from lightning_memo.utils.class_names import class_name
+from lightning_memo.utils.replaced_functions import replaced
 from lightning_memo.utils.user_errors import RefusedAtAnyLength
 
 TURN_IT_OFF = "turn it off: lightning_memo recomputes by itself; alpha=0 is full recomputation"
@@ -25,7 +27,7 @@ _ENTRANCES: tuple[tuple[Any, str], ...] = ((CheckpointFunction, "forward"), (_ch
 
 @contextlib.contextmanager
 def refusing_checkpoint(layer: nn.Module) -> Iterator[None]:
-    """Make activation checkpointing raise inside the context, in which a layer runs that is trained.
+    """Make activation checkpointing by this thread raise inside the context, in which a layer runs that is trained.
 
     Args:
         layer: The layer.
@@ -33,15 +35,11 @@ def refusing_checkpoint(layer: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: `torch.utils.checkpoint` or TransformerEngine's checkpoint was called, or its FP8 autocast entered.
     """
-    refused = [(kind, name, staticmethod(_refuse)) for kind, name in _ENTRANCES] + entrances(layer, _refuse_of_engine)
-    before = [(kind, name, vars(kind)[name]) for kind, name, _ in refused]
-    for kind, name, replacement in refused:
-        setattr(kind, name, replacement)
-    try:
+    refused = [(kind, name, _refuse) for kind, name in _ENTRANCES] + entrances(layer, _refuse_of_engine)
+    with contextlib.ExitStack() as stack:
+        for kind, name, replacement in refused:
+            stack.enter_context(replaced(kind, name, replacement))
         yield
-    finally:
-        for kind, name, own in before:
-            setattr(kind, name, own)
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
@@ -52,18 +50,21 @@ def _refuse_of_engine(*args: Any, **kwargs: Any) -> NoReturn:
     raise RefusedAtAnyLength(f"a layer uses TransformerEngine's activation checkpointing: {TURN_IT_OFF}")
 
 
-def refuse_layer_in_backward(layer: nn.Module) -> None:
-    """Refuse a layer call during a backward, which happens only if something around the layer recomputes it.
+def refuse_checkpoint_around(layer: nn.Module) -> None:
+    """Refuse the call of a layer that is trained if something around the layer recomputes it.
 
     Args:
         layer: The layer.
 
     Raises:
-        ValueError: A backward is running.
+        ValueError: The layer is inside of `torch.utils.checkpoint`, or runs during a backward.
     """
-    if torch._C._current_graph_task_id() != -1:
-        name = class_name(layer)
-        raise ValueError(f"{name} runs again in the backward, by activation checkpointing around it: {TURN_IT_OFF}")
+    if is_in_backward() and torch.is_grad_enabled():
+        raise ValueError(
+            f"{class_name(layer)} runs again in the backward, by activation checkpointing around it: {TURN_IT_OFF}"
+        )
+    if is_checkpointed():
+        raise ValueError(f"{class_name(layer)} runs inside of torch.utils.checkpoint: {TURN_IT_OFF}")
 
 
 def refuse_without_grad(what: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from lightning_memo.engine.forward.layer_output import fields_of, is_unknown_dataclass
+from lightning_memo.engine.forward.collected_outputs import fields_of, is_unknown_dataclass
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.containers import refill
 

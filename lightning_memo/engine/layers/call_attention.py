@@ -20,7 +20,6 @@ class CallAttention:
 
     Args:
         engine: Provides kernels.
-        layer: Position of the layer.
         slices: The slices of the sequence as attention sees them.
         streamed: Whether keys and values of earlier slices come from the host.
         cores: The cores that earlier slices have made; `None` if there are no earlier slices.
@@ -33,12 +32,11 @@ class CallAttention:
     def __init__(
         self,
         engine: EngineServices,
-        layer: int,
         slices: Sequence[TokenRange],
         streamed: bool,
         cores: list[Core] | None = None,
     ) -> None:
-        self._engine, self._layer, self._streamed = engine, layer, streamed
+        self._engine, self._streamed = engine, streamed
         self.slices = tuple(slices)
         self.cores: list[Core] = [] if cores is None else cores
 
@@ -46,7 +44,7 @@ class CallAttention:
         """Return the core of the attention call `number`; all slices make their calls in the same order."""
         if number == len(self.cores):
             if self._streamed:
-                self.cores.append(self._engine.streamed_attention(self.slices, self._layer))
+                self.cores.append(self._engine.streamed_attention(self.slices))
             else:
                 self.cores.append(SlicedAttention(self._engine.attention.backend(q, k, v, spec), self.slices))
         return self.cores[number]
@@ -56,6 +54,11 @@ class CallAttention:
         for core in self.cores:
             if isinstance(core, SlicedAttention):
                 core.end_forward()
+
+    def rewind(self) -> None:
+        """End a backward that another one may follow."""
+        for core in self.cores:
+            core.rewind()
 
     def release(self) -> None:
         """Give back the memory that the cores hold."""

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightning_memo.engine.copies.timeline_recorder import Subject
 from lightning_memo.engine.layers.engine_services import EngineServices
 from lightning_memo.engine.layers.step_profile import StepProfile
+from lightning_memo.engine.timeline_recorder import Subject
 from lightning_memo.kernels import AttentionSpec
 
 
@@ -20,13 +20,11 @@ class CallPosition:
         layer: Position of the layer in the model.
         key: Position among the layer calls that are alive, those for all slices of a sequence included.
         part: Number of the slice of the sequence that the call is for; `None` if it is for all tokens.
-        first_token: Position in the sequence of the call's first token.
     """
 
     layer: int
     key: int
     part: int | None = None
-    first_token: int = 0
 
     @property
     def first_slice(self) -> int:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from lightning_memo.artifacts.compressed_layout import compressed_bytes
+from lightning_memo.artifacts.slot_layouts import compressed_bytes
 from lightning_memo.artifacts.swap_plan import SlotSize
 from lightning_memo.artifacts.tensor_kind_costs import Place
-from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.layers.call_meter import CallMeter
-from lightning_memo.engine.memory.checksums import TensorLabel
-from lightning_memo.engine.memory.resident_tensors import ResidentTensors
+from lightning_memo.engine.memory.noted_tensors import NotedTensor
+from lightning_memo.engine.memory.saved_storages import Registry, flat, gapless_strides, is_dense
 from lightning_memo.engine.memory.slot import SlotView
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.saved_tensors.call_arguments import CallArguments
@@ -22,6 +22,59 @@ from lightning_memo.engine.saved_tensors.offload_group import Handle, OffloadGro
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import WrappedHandle, is_opaque, is_wrapped
 from lightning_memo.parallel.local_tensors import local_part
 from lightning_memo.planner.token_slices import TokenRange
+
+
+class ResidentTensors:
+    """A layer call's resident tensors, without gaps, each byte once.
+
+    Most are copies, like swapped tensors, for two reasons: a layer may overwrite its input or the output of a matrix
+    product, and a view of a tensor would keep the complete storage alive.
+
+    Attributes:
+        size_bytes: Total size of the tensors.
+    """
+
+    def __init__(self) -> None:
+        self.size_bytes = 0
+        self._registry: Registry[NotedTensor | Tensor] = Registry()
+
+    def put(self, t: Tensor) -> Tensor:
+        """Copy a tensor and return the copy."""
+        if is_dense(t):
+            copy = torch.as_strided(flat(t).clone(), t.shape, t.stride())
+        else:
+            copy = torch.empty_strided(t.shape, gapless_strides(t.shape, t), dtype=t.dtype, device=t.device).copy_(t)
+        self.size_bytes += copy.nbytes
+        self._registry.add(t, copy)
+        return copy
+
+    def keep(self, t: Tensor) -> NotedTensor | Tensor:
+        """Keep a tensor that nothing may overwrite, as autograd would, or a copy if `t` is a part of its storage."""
+        if t.nbytes < t.untyped_storage().nbytes() or t.is_inference():
+            return self.put(t)
+        kept = NotedTensor.of(t)
+        self.size_bytes += t.nbytes
+        self._registry.add(t, kept)
+        return kept
+
+    def find(self, t: Tensor) -> NotedTensor | Tensor | None:
+        """Return what stands for a tensor whose bytes are resident, or `None`."""
+        known = self._registry.find(t)
+        if known is None:
+            return None
+        resident, shift_bytes = known
+        if isinstance(resident, NotedTensor):
+            # The registry finds a tensor only while it is unchanged. It may be an output of the operation that saves
+            # it, which would then keep itself alive.
+            return NotedTensor.of(t.detach())
+        if not is_dense(t):  # the registry finds such a tensor only with the same shape and strides
+            return resident
+        data = flat(resident).view(torch.uint8)[shift_bytes : shift_bytes + t.nbytes].view(t.dtype)
+        return torch.as_strided(data, t.shape, t.stride())
+
+    def end_forward(self) -> None:
+        """End the forward: nothing more will be put or looked up."""
+        self._registry.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +106,7 @@ class CallStorage:
         groups: Opens offload groups.
         policy: How the plan stores tensors.
         meter: Reports what is stored, and knows the position of the call.
-        call: The layer and its arguments.
-        x: The layer's input, a copy of which is stored. It must not live until the backward itself.
-        first: The first slice. If slices name a place for each kind of tensor, each stores its part of the input.
+        layer: The layer.
 
     Attributes:
         memory: The memory in which slots are leased.
@@ -63,25 +114,11 @@ class CallStorage:
         resident: Tensors that stay on the device by plan.
     """
 
-    def __init__(
-        self,
-        groups: OffloadGroups,
-        policy: StoragePolicy,
-        meter: CallMeter,
-        call: LayerCall,
-        x: Tensor,
-        first: TokenRange,
-    ) -> None:
-        self._groups, self._policy, self._meter, self._tokens = groups, policy, meter, call.tokens
-        self._first, self._layer = first, call.layer
-        by_kind = first.places is not None
-        self._spills_all = policy.size is not None and policy.size.disk_bytes > 0 and not by_kind
+    def __init__(self, groups: OffloadGroups, policy: StoragePolicy, meter: CallMeter, layer: nn.Module) -> None:
+        self._groups, self._policy, self._meter, self._layer = groups, policy, meter, layer
         self.memory = policy.memory
         self.group = None if policy.per_slice else groups.open(policy.memory, policy.swap, policy.size)
         self.resident = ResidentTensors()
-        self._input: Handle | None = None
-        if self.group is not None and not by_kind:
-            self._input = self.store_copy(self.group, "input", local_part(x.detach()))
 
     @property
     def per_slice(self) -> bool:
@@ -102,8 +139,7 @@ class CallStorage:
         group: OffloadGroup,
         kind: str,
         t: Tensor,
-        place: Place | None = "swap",
-        part: TokenRange | None = None,
+        place: Place | None,
         by_autograd: bool = False,
         compress: bool = False,
     ) -> Handle:
@@ -114,45 +150,29 @@ class CallStorage:
             kind: The kind of tensor, as in :class:`~lightning_memo.planner.token_slices.SavedBytes`.
             t: The tensor.
             place: Where tensors of the kind are stored.
-            part: The slice whose tensor it is; `None` if it is a tensor of all tokens of the call.
             by_autograd: Whether autograd saves it, so that nothing may overwrite it before the backward.
             compress: Whether it is compressed if it is stored in the group.
         """
-        profile = self._meter.profile
-        if profile is not None:  # which has the sizes of the first slice
-            size_bytes = t.nbytes if part is not None else -(-t.nbytes * self._first.tokens // self._tokens)
-            profile.saved(self._meter.position.layer, kind, size_bytes)
+        if self._meter.profile is not None:  # which has the sizes of the first slice
+            self._meter.profile.saved(self._meter.position.layer, kind, t.nbytes)
         if place == "keep":
             return self.resident.keep(t) if by_autograd else self.resident.put(t)
-        handle = group.put(t, self._spills_all or place == "spill", compress)
-        if group.checks is not None:
-            group.checks.note(handle, self.label(kind, part))
-        return handle
+        return group.put(t, place == "spill", compress)
 
-    def store_copy(
-        self, group: OffloadGroup, kind: str, t: Tensor, place: Place | None = "swap", part: TokenRange | None = None
-    ) -> Handle:
+    def store_copy(self, group: OffloadGroup, kind: str, t: Tensor, place: Place | None) -> Handle:
         """Store a tensor that the layer may overwrite later: it is copied even if it finds no room in the slot."""
-        handle = self.store(group, kind, t, place, part)
+        handle = self.store(group, kind, t, place)
         return t.clone() if handle is t else handle
 
-    def label(self, kind: str, part: TokenRange | None = None) -> TensorLabel:
-        """Name a tensor of the call, or of one of its slices, for messages."""
-        start, stop = (0, self._tokens) if part is None else (part.start, part.stop)
-        position = self._meter.position
-        return TensorLabel(kind, position.layer, position.first_token + start, position.first_token + stop)
-
     def open(self, part: TokenRange, x: Tensor) -> tuple[OffloadGroup, Handle]:
-        """Return the group of a slice, and the handle of its input (or of the layer's) in it.
+        """Return the group of a slice, and the handle of its input in it.
 
         Args:
             part: The slice.
             x: The slice's input.
         """
-        if self.group is not None and self._input is not None:
-            return self.group, self._input
         group = self.group or self._groups.open(self._policy.memory, self._policy.swap)
-        return group, self.store_copy(group, "input", local_part(x.detach()), part.place("input"), part)
+        return group, self.store_copy(group, "input", local_part(x.detach()), part.place("input"))
 
     def end_forward(self) -> None:
         """Nothing more is stored, and nothing is needed on the device until the backward."""
@@ -206,7 +226,7 @@ class SliceStorage:
     def store(self, kind: str, t: Tensor, by_autograd: bool = False, compress: bool = False) -> Handle:
         """Store a tensor where the slice's tensors of its kind are stored."""
         place = self._range.place(kind)
-        return self._call.store(self.group, kind, t.detach(), place, self._range, by_autograd, compress)
+        return self._call.store(self.group, kind, t.detach(), place, by_autograd, compress)
 
     def store_once(self, kind: str, t: Tensor) -> Handle:
         """Store a tensor as it is unless its bytes are stored already."""
@@ -243,15 +263,15 @@ class SliceStorage:
         """
         if not planned:
             return self._call.resident.put(state.detach())
-        place = None if self._range.places is None else "keep"
-        return self._call.store(self.group, "state", state.detach(), place, self._range)
+        place = self._range.place("state") or "keep"
+        return self._call.store(self.group, "state", state.detach(), place)
 
     def product(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
         """Compute a matrix product, or a sum of several, and store its output if the plan has a place for it."""
         out = compute()
         place = self._range.place(name)
         if place is not None and out.is_contiguous():
-            self.products[name] = self._call.store_copy(self.group, name, out.detach(), place, self._range)
+            self.products[name] = self._call.store_copy(self.group, name, out.detach(), place)
         return out
 
     term = sum = product  # what the plan does not name is computed
@@ -263,11 +283,14 @@ class SliceStorage:
         return self.group.load(handle)
 
     def end_forward(self) -> None:
-        """Start moving what the slice has stored off the device; further slices of the call may share the group."""
+        """Start moving the slice's tensors off the device, unless further slices of the call share the group."""
         if self._call.per_slice:
             self.group.end_forward()
-        elif self._range.places is None:
-            self.group.offload()
+
+    def rewind(self) -> None:
+        """End a backward that another one may follow."""
+        if self._call.per_slice:
+            self.group.rewind()
 
     def end_backward(self) -> None:
         """Give back the memory that is the slice's own. The graph, which refers to it, may outlive the backward."""

@@ -7,12 +7,12 @@ from typing import Protocol
 
 from lightning_memo.engine.attention.attention_selector import AttentionSelector
 from lightning_memo.engine.attention.streamed_attention import StreamedAttention, StreamedUlysses
-from lightning_memo.engine.copies.timeline_recorder import Subject, TimelineRecorder
 from lightning_memo.engine.layers.pending_calls import PendingCalls
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.layers.token_sharing import TokenSharing
 from lightning_memo.engine.modules.slice_comparison import SliceComparison
 from lightning_memo.engine.saved_tensors.offload_group import OffloadGroups
+from lightning_memo.engine.timeline_recorder import Subject, TimelineRecorder
 from lightning_memo.planner.token_slices import TokenRange
 
 
@@ -42,5 +42,5 @@ class EngineServices(Protocol):
     def mark(self, key: int, name: str, subject: Subject) -> None:
         """Report that a layer call begins or ends something."""
 
-    def streamed_attention(self, slices: Sequence[TokenRange], layer: int) -> StreamedAttention | StreamedUlysses:
+    def streamed_attention(self, slices: Sequence[TokenRange]) -> StreamedAttention | StreamedUlysses:
         """Return the attention core of a layer whose earlier keys and values come from the host."""

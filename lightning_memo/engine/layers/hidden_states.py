@@ -68,6 +68,10 @@ class WholeStates:
         """Hold the gradient of the output no longer."""
         self._dy = None
 
+    def drop_gradients(self) -> None:
+        """Hold no gradients, of which the input's may be incomplete."""
+        self._dy = self._dx = None
+
     def write_input_gradient(self, part: TokenRange, dx: Tensor) -> None:
         """Take a slice's part of the gradient of the layer's input."""
         self._dx = dx
@@ -85,31 +89,27 @@ class SlicedStates(WholeStates):
         call: The layer and its arguments.
         x: The layer's input, `[batch, tokens, hidden]`.
         slices: The slices in which the layer runs.
-        layer: Position of the layer.
         memory: The host memory for the output and the gradient of the input; `None` if they are on the device.
     """
 
-    def __init__(
-        self, call: LayerCall, x: Tensor, slices: Sequence[TokenRange], layer: int, memory: SlotMemory | None
-    ) -> None:
+    def __init__(self, call: LayerCall, x: Tensor, slices: Sequence[TokenRange], memory: SlotMemory | None) -> None:
         super().__init__(call, x, slices)
-        self._tokens, self._layer, self._memory = call.tokens, layer, memory
+        self._tokens, self._memory = call.tokens, memory
         self._rows_at_once = slices[0].tokens * call.batch
 
     def write_output(self, part: TokenRange, y: Tensor) -> None:
-        self._y = self._written(self._y, part, y, "output")
+        self._y = self._written(self._y, part, y)
 
     def _forget_gradient(self) -> None:
         """Later slices need their parts."""
 
     def write_input_gradient(self, part: TokenRange, dx: Tensor) -> None:
-        self._dx = self._written(self._dx, part, dx, "input gradient")
+        self._dx = self._written(self._dx, part, dx)
 
-    def _written(self, into: Assembly | Tensor | None, part: TokenRange, t: Tensor, kind: str) -> Assembly:
+    def _written(self, into: Assembly | Tensor | None, part: TokenRange, t: Tensor) -> Assembly:
         if not isinstance(into, Assembly):
             shape = list(t.shape)
             shape[self._dim] = self._tokens
-            name = f'"{kind}" of layer {self._layer}'
-            into = Assembly(shape, t.dtype, t.device, self._rows_at_once, self._memory, name)
+            into = Assembly(shape, t.dtype, t.device, self._rows_at_once, self._memory)
         into.write(self._dim, part.start, local_part(t))
         return into

@@ -5,21 +5,21 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
+from typing import Protocol
 
-import torch
 from torch import Tensor
 from torch.autograd import Variable
 
 from lightning_memo.engine.forward.autocast import ambient_autocast
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.fp8_modules.module_scales import ForwardFp8
+from lightning_memo.engine.fp8_state import ForwardFp8
 from lightning_memo.engine.layers.call_attention import CallAttention
 from lightning_memo.engine.layers.call_meter import CallMeter, CallPosition
 from lightning_memo.engine.layers.call_storage import CallStorage, StoragePolicy
 from lightning_memo.engine.layers.engine_services import EngineServices
 from lightning_memo.engine.layers.hidden_states import SlicedStates, WholeStates
 from lightning_memo.engine.modules.layer_probe import LayerTraits
-from lightning_memo.engine.recurrence.handed_states import HandedStates
+from lightning_memo.engine.recurrence import HandedStates
 from lightning_memo.engine.saved_tensors.call_arguments import CallArguments
 from lightning_memo.engine.state.forward_context import ForwardContext
 from lightning_memo.engine.state.forward_state import ForwardState, is_copied
@@ -27,14 +27,26 @@ from lightning_memo.engine.state.mutated_buffers import BufferVersions, MutatedB
 from lightning_memo.engine.state.other_generators import OtherGenerators
 from lightning_memo.engine.state.python_state import PythonState
 from lightning_memo.kernels import AttentionSpec, RngState
-from lightning_memo.planner.token_slices import Action, TokenRange
+from lightning_memo.planner.token_slices import TokenRange
+from lightning_memo.utils.retained_graph import (
+    NOT_RETAINED,
+    graph_is_retained,
+    refuse_second_derivatives,
+)
+
+
+class PartOfRun(Protocol):
+    """A slice of a layer call."""
+
+    def rewind(self) -> None:
+        """Drop what a backward has made, so that another one can run."""
 
 
 class LayerRun:
     """The state of one layer call from its forward to the end of its backward.
 
-    The autograd graph refers to the slices of the call, and they refer to this object. It refers to neither, so that a
-    graph that is dropped frees the run, and the slot is given back at once.
+    The autograd graph refers to the slices of the call, and they refer to this object. It keeps neither alive, so that
+    a graph that is dropped frees the run, and the slot is given back at once.
 
     Args:
         engine: Provides kernels, and receives reports.
@@ -47,6 +59,9 @@ class LayerRun:
         handed: The states of recurrences, which slices hand on.
         forward_context: What a recomputation has to restore.
         traits: The traits of the layer.
+
+    Attributes:
+        parts: The slices that run.
     """
 
     def __init__(
@@ -69,7 +84,8 @@ class LayerRun:
         self.states, self.attention, self.handed = states, attention, handed
         self.forward_context = forward_context
         self.side_places, self.chooses = traits.locality.side_places, traits.chooses
-        self._started = self._ended = self._left = False
+        self.parts: weakref.WeakSet[PartOfRun] = weakref.WeakSet()
+        self._started = self._ended = self._retained = False
 
     @property
     def call(self) -> LayerCall:
@@ -105,11 +121,6 @@ class LayerRun:
         # FSDP2 and tensor parallelism give a layer a class of their own, derived from the layer's class.
         classes = type(self.call.layer).__mro__
         return not self.whole or not any(c.__module__.startswith("transformers.") for c in classes)
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward through the call has begun, and neither ended nor left the call's rest out."""
-        return self._started and not (self._ended or self._left)
 
     def check_sliceable(self, spec: AttentionSpec) -> None:
         """Refuse attention that needs tokens that a slice does not have.
@@ -187,20 +198,14 @@ class LayerRun:
             RuntimeError: The backward has ended before, or it is to be differentiated itself.
         """
         if self._ended:
-            raise RuntimeError(
-                "a second backward through the same graph (retain_graph) is not supported: sum the losses, or run a "
-                "forward for each"
-            )
+            raise RuntimeError(NOT_RETAINED)
         if self._started:
             return
         if self.engine.before_layer is not None:
             self.engine.before_layer()
-        self._started = True
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "second derivatives (create_graph=True) are not supported, as the backward of layers has no graph: "
-                "compute them without lightning_memo"
-            )
+        self._started, self._retained = True, graph_is_retained()
+        self.engine.calls.begin_backward(self)
+        refuse_second_derivatives()
         # Callbacks are called only if no exception ends the backward.
         Variable._execution_engine.queue_callback(functools.partial(_note_left, weakref.ref(self)))
         self.meter.mark("backward_begin")
@@ -208,25 +213,53 @@ class LayerRun:
             self.storage.group.begin_backward()
 
     def end_backward(self) -> Tensor | None:
-        """End the backward: give all memory back, and return the gradient of the layer's input."""
+        """End the backward, and return the gradient of the layer's input.
+
+        All memory is given back, unless the graph is kept for another backward.
+        """
+        self.handed.settle()
+        if graph_is_retained():
+            gradient = self.states.take_input_gradient()
+            self.rewind()
+            self.engine.calls.remove(self.key, self)
+            return gradient
         self.states.drop_output_gradient()
         self._ended = True
-        self.handed.settle()
+        self.engine.calls.leave_backward(self)
         self.arguments.end_backward()
         if self.position.first_slice == 0:
             self.attention.release()
         self.meter.mark("backward_end")
-        self.engine.calls.remove(self)
+        self.engine.calls.remove(self.key, self)
         if self.storage.group is not None:
             self.storage.group.release()
         return self.states.take_input_gradient()
 
+    def leave_backward(self) -> None:
+        """A backward is over that has not ended that of this call, which is not needed for what was asked for."""
+        if self._started and not self._ended and self._retained:
+            self.rewind()
+        self.engine.calls.leave_backward(self)
+
+    def rewind(self) -> None:
+        """Drop what a backward has made, and keep what it has read: the graph is kept for another backward."""
+        self._started = False
+        self.engine.calls.leave_backward(self)
+        self.states.drop_gradients()
+        self.arguments.end_backward()
+        self.attention.rewind()
+        self.handed.rewind()
+        for part in self.parts:
+            part.rewind()
+        if self.storage.group is not None:
+            self.storage.group.rewind()
+        self.meter.mark("backward_end")
+
 
 def _note_left(run: weakref.ref[LayerRun]) -> None:
-    """Note that a backward is over: a call that it has not ended is not needed for what was asked for."""
     alive = run()
-    if alive is not None and alive.in_backward:
-        alive._left = True
+    if alive is not None:
+        alive.leave_backward()
 
 
 def run_of_call(
@@ -254,21 +287,21 @@ def run_of_call(
     """
     meter = CallMeter(engine, position, len(slices), measured)
     arguments = CallArguments(call, x)
-    storage = CallStorage(engine.offload_groups, policy, meter, call, x, slices[0])
+    storage = CallStorage(engine.offload_groups, policy, meter, call.layer)
     states = WholeStates(call, x, slices)
     if len(slices) > 1:
         on_host = policy.memory if policy.states_on_host else None
-        states = SlicedStates(call, x, slices, position.layer, on_host)
+        states = SlicedStates(call, x, slices, on_host)
     attended = [part.gathered(call.shards) for part in slices]
     return LayerRun(
         engine, slices, meter, arguments, storage, states,
-        CallAttention(engine, position.layer, attended, policy.per_slice), engine.sharing.handed_states(call.layout),
+        CallAttention(engine, attended, policy.per_slice), engine.sharing.handed_states(call.layout),
         _forward_context(call, x, slices, traits), traits,
     )  # fmt: skip
 
 
 def _forward_context(call: LayerCall, x: Tensor, slices: Sequence[TokenRange], traits: LayerTraits) -> ForwardContext:
-    recomputes, arguments = any(part.action is Action.RECOMPUTE for part in slices), (call.args, call.kwargs)
+    recomputes, arguments = any(part.recomputes for part in slices), (call.args, call.kwargs)
     # Autograd may have saved a buffer, which a recomputation must not write then: a copy of a small one replaces it.
     changing = [name for name in traits.changing if not (recomputes and is_copied(call.layer.get_buffer(name)))]
     buffers = MutatedBuffers(call.layer, changing)

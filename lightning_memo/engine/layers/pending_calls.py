@@ -15,72 +15,36 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
-from typing import Protocol
-
-import torch
 
 from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.engine.layers.step_profile import StepProfile
-from lightning_memo.engine.saved_tensors.offload_group import ALL_POSITIONS, OffloadGroups
+from lightning_memo.engine.saved_tensors.offload_group import ALL_POSITIONS, ForwardOrder, OffloadGroups
+from lightning_memo.utils.around_forward import is_in_backward
 
 
-class PendingCall(Protocol):
-    """A layer call from its forward to the end of its backward."""
-
-    @property
-    def key(self) -> int:
-        """Position among the calls that are alive."""
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether the backward has begun and not ended."""
-
-
-class PendingCalls:
-    """Layer calls in the order of the forward. A call whose graph is dropped leaves by itself.
-
-    Calls of several micro-batches may be alive at once, each with a range of positions of its own.
-    """
+class PendingCalls(ForwardOrder[object]):
+    """Layer calls in the order of the forward."""
 
     def __init__(self) -> None:
-        self._calls: weakref.WeakValueDictionary[int, PendingCall] = weakref.WeakValueDictionary()
-        self._positions = ALL_POSITIONS
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def __iter__(self) -> Iterator[PendingCall]:
-        return iter([call for _, call in sorted(self._calls.items())])
-
-    def begin(self, positions: range) -> None:
-        """Let the calls that begin from now on have these positions, until this method is called again."""
-        self._positions = positions
-
-    @property
-    def next_key(self) -> int:
-        """The position of a call that begins now."""
-        alive = (key for key in list(self._calls) if key in self._positions)
-        return max(alive, default=self._positions.start - 1) + 1
+        super().__init__()
+        self._in_backward: weakref.WeakSet[object] = weakref.WeakSet()
 
     @property
     def interrupted(self) -> bool:
         """Whether an exception ended a backward half-way. PyTorch keeps the rest of its graph until the next step."""
-        inside = torch._C._current_graph_task_id() != -1
-        return not inside and any(call.in_backward for call in self._calls.values())
+        return bool(self._in_backward) and not is_in_backward()
 
-    def add(self, call: PendingCall) -> None:
-        """Add a call that begins."""
-        self._calls[call.key] = call
+    def begin_backward(self, call: object) -> None:
+        """The backward of a call begins."""
+        self._in_backward.add(call)
 
-    def remove(self, call: PendingCall) -> None:
-        """Remove a call whose backward has ended."""
-        if self._calls.get(call.key) is call:
-            del self._calls[call.key]
+    def leave_backward(self, call: object) -> None:
+        """The backward of a call ends, or a backward that does not need the rest of the call does."""
+        self._in_backward.discard(call)
 
     def clear(self) -> None:
-        """Forget all calls of an interrupted step."""
-        self._calls.clear()
+        super().clear()
+        self._in_backward.clear()
 
 
 class MicroBatches:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from lightning_memo.engine.copies.device_clock import Clock, Moment
 from lightning_memo.engine.memory.saved_storages import Registry
 from lightning_memo.engine.saved_tensors.compression import is_per_token
+from lightning_memo.engine.timeline_recorder import Clock, Moment
 from lightning_memo.planner.token_slices import SavedBytes
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,13 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.layers.check_token_layout import check_tokens, divided_by_slices
 from lightning_memo.engine.modules.layer_forward import read_call
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
-from lightning_memo.engine.recurrence.handed_states import HandedStates
-from lightning_memo.parallel.batches.current_layout import CurrentLayout
-from lightning_memo.parallel.batches.token_layout import TokenLayout, slice_multiple
+from lightning_memo.engine.recurrence import HandedStates
+from lightning_memo.parallel.batches.token_layout import CurrentLayout, TokenLayout, slice_multiple
 from lightning_memo.parallel.context.context_groups import ContextGroups
 from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.planner.token_slices import TokenRange, slice_tokens_by_alpha
@@ -109,3 +107,46 @@ class SequenceCutter:
     def cut(self, tokens: int, alpha: float, longest: int | None) -> tuple[TokenRange, ...]:
         """Return slices of `tokens` tokens, swapped up to `alpha`, each of at most `longest` tokens."""
         return slice_tokens_by_alpha(tokens, alpha, longest, self._multiple)
+
+
+def check_tokens(layout: TokenLayout | None, tokens: int) -> None:
+    """Check that a layer's input holds the tokens of the divided batch.
+
+    Args:
+        layout: The layout of the batch; `None` if no batch was divided.
+        tokens: Number of tokens in the layer's input, all shards together.
+
+    Raises:
+        ValueError: The input belongs to another batch.
+    """
+    if layout is None or tokens != layout.local_tokens:
+        expected = "no batch was" if layout is None else f"the last batch was divided into {layout.local_tokens}"
+        raise ValueError(
+            f"a forward of {tokens} tokens, but {expected}: with context_parallel_size or sequence_parallel, run the "
+            "model on the batches that its steps are given, and generate text in one process"
+        )
+
+
+def divided_by_slices(layout: TokenLayout | None) -> bool:
+    """Return whether the batch is laid out slice by slice, which layers without gradients have to follow, too."""
+    return layout is not None and layout.outside and len(layout.bounds) > 1
+
+
+def check_bounds(layout: TokenLayout | None, slices: Sequence[TokenRange]) -> None:
+    """Check the slices of a layer against the layout. A batch that was laid out for other slices is in another order.
+
+    Args:
+        layout: The layout of the batch; `None` if no batch was divided.
+        slices: The slices in which the layer runs.
+
+    Raises:
+        RuntimeError: The batch was laid out for other slices.
+    """
+    if layout is None or (layout.shards == 1 and not layout.outside):
+        return
+    laid_out = layout.bounds or (slices[-1].stop,)
+    if laid_out != tuple(part.stop for part in slices):
+        raise RuntimeError(
+            f"the batch was laid out for slices that end at {laid_out}, but layers run slices that end at "
+            f"{tuple(part.stop for part in slices)}: give every forward of a step the batch that the step was given"
+        )

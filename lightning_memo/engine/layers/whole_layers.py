@@ -9,14 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_memo.engine.attention.attention_selector import AttentionSelector
-from lightning_memo.engine.attention.whole_attention import WholeAttention
+from lightning_memo.engine.attention.attention_selector import AttentionSelector, WholeAttention
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.recurrence.handed_states import HandedStates
-from lightning_memo.engine.recurrence.intercept_states import handing
-from lightning_memo.engine.recurrence.state_functions import StateCall
-from lightning_memo.planner.token_slices import Action, TokenRange
+from lightning_memo.engine.recurrence import HandedStates, StateCall, handing
+from lightning_memo.planner.token_slices import KEPT, TokenRange
 
 
 def run_whole(
@@ -42,6 +39,6 @@ def run_whole(
             return handed.run(number, state_call, start, first=True, last=True)
 
         with handing(call.layer, hand, functools.partial(handed.check, call.name)):
-            output = call.run(x, TokenRange(0, call.tokens, Action.KEEP))  # a cache would take the state
+            output = call.run(x, TokenRange(0, call.tokens, KEPT))  # a cache would take the state
     handed.settle()
     return output

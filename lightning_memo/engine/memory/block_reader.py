@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_memo.engine.copies.copy_events import CopyEvent
-from lightning_memo.engine.copies.copy_streams import CopyStream
-from lightning_memo.engine.memory.checksums import Checksum
+from lightning_memo.engine.copy_streams import CopyEvent, CopyStream
 from lightning_memo.engine.memory.host_arena import LastCopies
 from lightning_memo.engine.memory.saved_storages import POISON
 from lightning_memo.planner.token_slices import aligned
@@ -32,7 +30,6 @@ class HostRange:
     memory: Tensor | None
     written: CopyEvent | None = None
     copies: LastCopies | None = None
-    checksum: Checksum | None = None
 
 
 # The parts of a block. The ranges of a part follow each other on the device; every part starts at an aligned offset.
@@ -46,13 +43,11 @@ class DeviceBlock:
     Attributes:
         parts: The parts of the block, uint8.
         arrivals: Ends of the copies to the device.
-        checksums: Checksums with the bytes they belong to.
         leaving: End of the copy of a changed block back to the host.
     """
 
     parts: list[Tensor]
     arrivals: list[CopyEvent] = field(default_factory=list)
-    checksums: list[tuple[Checksum, Tensor]] = field(default_factory=list)
     leaving: CopyEvent | None = None
 
 
@@ -107,8 +102,6 @@ class BlockReader:
             following = self._start(blocks[number + 1]) if number + 1 < len(blocks) else None
             for event in block.arrivals:
                 event.wait()
-            for checksum, data in block.checksums:
-                checksum.compare(data)
             yield block
             self._leaving[buffer] = block.leaving
 
@@ -130,8 +123,6 @@ class BlockReader:
         if source.copies is not None:
             source.copies.read = block.arrivals[-1]
         self.bytes_read += source.size_bytes
-        if source.checksum is not None:
-            block.checksums.append((source.checksum, piece))
 
     def _views(self, number: int, sizes: list[int]) -> list[Tensor]:
         leaving, self._leaving[number] = self._leaving[number], None

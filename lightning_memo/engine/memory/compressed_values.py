@@ -21,8 +21,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from lightning_memo.artifacts.compressed_layout import BLOCK
-from lightning_memo.parallel.value_blocks import value_blocks
+from lightning_memo.artifacts.slot_layouts import BLOCK
+from lightning_memo.parallel.zero.quantised_collectives import value_blocks
 
 _BLOCKS_AT_ONCE: Final = 2**24 // BLOCK
 """Blocks that are compressed in one pass, for which a CPU needs memory for as many values in fp32."""

@@ -2,11 +2,14 @@
 
 The rows are on the host, or they are computed when they are read. With `host_backed="all"`, the hidden states between
 layers are lazy tensors. Layers, the last norm and the loss read and write them slice by slice. Any other operation
-gets a real tensor that is computed once, which is correct but takes as much device memory as in plain training.
+gets a real tensor that is computed once, which is correct but takes as much device memory as in plain training; so does
+what reads memory without an operation (NumPy, pickle, DLPack). All aliases use the real tensor from then on, and its
+views are views of them, so that writes in place reach all of them. Rows of which there is no real tensor never change.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import Self, override
 
 from lightning_memo.engine.memory.row_matrices import (
@@ -34,10 +38,34 @@ _CAST_ARGUMENTS = {"dtype"}
 
 
 class _Source:
-    """The rows of a tensor, shared with its aliases, and the real tensor once it has been computed."""
+    """The rows of a tensor, shared with its aliases, or the real tensor once it has been computed."""
 
-    def __init__(self, rows: Rows, real: Tensor | None = None) -> None:
-        self.rows, self.real = rows, real
+    def __init__(self, rows: Rows | None, real: Tensor | None = None) -> None:
+        self._rows, self.real = rows, real
+
+    @property
+    def rows(self) -> Rows:
+        """The rows, with the values that they have now."""
+        if self.real is not None:
+            return DeviceRows(self.real.reshape(-1, self.real.shape[-1]))
+        assert self._rows is not None
+        return self._rows
+
+    def make_real(self, shape: Sequence[int]) -> Tensor:
+        """Return the real tensor of this shape."""
+        if self.real is None:
+            self.real = self.rows.fetch([range(math.prod(shape[:-1]))])().view(tuple(shape))
+            self._rows = None
+        return self.real
+
+
+def _of_plain(name: str) -> Any:
+    """Return a method of `Tensor` that runs on the real tensor of a `LazyTensor`."""
+
+    def method(self: LazyTensor, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._as_plain(), name)(*args, **kwargs)
+
+    return method
 
 
 class LazyTensor(Tensor):
@@ -57,7 +85,9 @@ class LazyTensor(Tensor):
 
     @staticmethod
     def __new__(cls, source: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *_: Any) -> Self:
-        return Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        created = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        torch._C._set_throw_on_mutable_data_ptr(created)  # compiled code would crash that reads memory by itself
+        return created
 
     def __init__(
         self,
@@ -71,9 +101,10 @@ class LazyTensor(Tensor):
         self._source = source if isinstance(source, _Source) else _Source(source)
         self.at_once, self.memory = at_once, memory
 
-    @override
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"LazyTensor(shape={list(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
+    @property
+    def is_real(self) -> bool:
+        """Whether there is a real tensor, into which others may write."""
+        return self._source.real is not None
 
     def fetch(self, ranges: Sequence[range]) -> Arrival:
         """Start bringing rows to the device. Rows are counted over all dimensions but the last."""
@@ -86,21 +117,64 @@ class LazyTensor(Tensor):
         return lambda: arrival().view(shape)
 
     def mapped(self, function: RowFunction, dtype: torch.dtype) -> LazyTensor:
-        """Return a lazy tensor of the same shape that is `function` of each row, without autograd history."""
-        return LazyTensor(
-            MappedRows(self._source.rows, function), self.shape, dtype, self.device, self.at_once, self.memory
-        )
+        """Return a lazy tensor of the same shape that is `function` of each row, without autograd history.
+
+        There must be no real tensor, which could change before the rows are read.
+        """
+        assert not self.is_real
+        rows = MappedRows(self._source.rows, function)
+        return LazyTensor(rows, self.shape, dtype, self.device, self.at_once, self.memory)
 
     def materialize(self) -> Tensor:
         """Return the real tensor, which is computed once. All aliases use it from then on."""
-        source = self._source
-        if source.real is None:
-            matrix = source.rows.fetch([range(self.shape[:-1].numel())])()
-            source.real, source.rows = matrix.view(self.shape), DeviceRows(matrix)
-        return source.real
+        with self._own_mode():
+            return self._source.make_real(self.shape)
+
+    def _as_plain(self) -> Tensor:
+        """Return a real tensor that has the same place in the graph."""
+        return self.materialize().detach().requires_grad_(self.requires_grad) if self.is_leaf else real(self)
+
+    # What reads or writes memory without an operation.
+    numpy = _of_plain("numpy")
+    tolist = _of_plain("tolist")
+    data_ptr = _of_plain("data_ptr")
+    untyped_storage = _of_plain("untyped_storage")
+    apply_ = _of_plain("apply_")
+    map_ = _of_plain("map_")
+    __dlpack__ = _of_plain("__dlpack__")
+    __repr__ = _of_plain("__repr__")
+    __reduce_ex__ = _of_plain("__reduce_ex__")
+    __deepcopy__ = _of_plain("__deepcopy__")
+
+    @property
+    @override
+    def data(self) -> Tensor:  # type: ignore[override]
+        """An alias, into which writes count no change."""
+        data: Tensor = super().data
+        return data
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if (values.shape, values.dtype) != (self.shape, self.dtype):
+            raise ValueError(
+                f"hidden states {list(self.shape)} of {self.dtype} got data {list(values.shape)} of {values.dtype}: "
+                "compute a new tensor instead"
+            )
+        self._source = _Source(None, real(values.detach()))
 
     def _alias(self) -> LazyTensor:
-        return LazyTensor(self._source, self.shape, self.dtype, self.device, self.at_once, self.memory)
+        with self._own_mode():
+            return LazyTensor(self._source, self.shape, self.dtype, self.device, self.at_once, self.memory)
+
+    @contextlib.contextmanager
+    def _own_mode(self) -> Iterator[None]:
+        """Leave an inference mode that was entered after the forward: the tensor is part of a graph."""
+        if self.is_inference() == torch.is_inference_mode_enabled():
+            yield
+            return
+        tracked = torch.is_grad_enabled()
+        with torch.inference_mode(self.is_inference()), torch.set_grad_enabled(tracked):
+            yield
 
     @classmethod
     @override
@@ -113,27 +187,28 @@ class LazyTensor(Tensor):
             if func in _ALIASES or (func is aten.view.default and _is_shape_of(first, args[1])):
                 return first._alias()
             given = {name for name, value in kwargs.items() if value is not None}
-            if func is aten._to_copy.default and given == _CAST_ARGUMENTS:
+            if func is aten._to_copy.default and given == _CAST_ARGUMENTS and not first.is_real:
                 dtype = kwargs["dtype"]
                 return first.mapped(lambda rows: rows.to(dtype), dtype)
-            if func is aten.slice.Tensor and (part := _sliced(first, *args[1:])) is not None:
-                return part
+            if torch.Tag.inplace_view in func.tags:
+                return first._reshape(func, args, kwargs)
+        lazy = {id(t.materialize()): t for t in tree_leaves((args, kwargs)) if isinstance(t, LazyTensor)}
         args, kwargs = tree_map_only(LazyTensor, LazyTensor.materialize, (args, kwargs))
-        result = func(*args, **kwargs)
-        return first if isinstance(first, LazyTensor) and result is args[0] else result  # an operation in place
+        # Operations in place, and those that are given their output, return what they were given.
+        return tree_map_only(Tensor, lambda t: lazy.get(id(t), t), func(*args, **kwargs))
+
+    def _reshape(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyTensor:
+        """Run an operation that changes the shape of its first argument in place, which changes no alias."""
+        real = self.materialize().detach()
+        func(real, *args[1:], **kwargs)
+        self._source = _Source(None, real)
+        with no_dispatch():  # PyTorch's own record of the shape
+            func(*args, **kwargs)
+        return self
 
 
 def _is_shape_of(t: Tensor, requested: Sequence[int]) -> bool:
     return len(requested) == t.dim() and all(size in (-1, own) for size, own in zip(requested, t.shape, strict=True))
-
-
-def _sliced(t: LazyTensor, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1) -> Any:
-    """Return the real rows that `aten.slice` selects, or `None` if it does not select consecutive rows."""
-    dim = dim % t.dim()
-    first, last, _ = slice(start, stop).indices(t.shape[dim])
-    if step != 1 or dim == t.dim() - 1 or first >= last:
-        return None
-    return t.fetch_part(dim, first, last)()
 
 
 class Assembly:
@@ -145,7 +220,6 @@ class Assembly:
         device: Device of the parts.
         at_once: See :class:`LazyTensor`.
         memory: Provides the host buffer.
-        name: Name of the tensor, for error messages.
     """
 
     def __init__(
@@ -155,7 +229,6 @@ class Assembly:
         device: torch.device,
         at_once: int = 0,
         memory: SlotMemory | None = None,
-        name: str = "hidden states",
     ) -> None:
         self._shape, self._dim = tuple(shape), 0
         self._missing = math.prod(self._shape[:-1])
@@ -164,7 +237,7 @@ class Assembly:
         if memory is None:
             self._tensor = torch.empty(self._shape, dtype=dtype, device=device)
         else:
-            self._host = HostRows(memory, self._missing, self._shape[-1], dtype, name)
+            self._host = HostRows(memory, self._missing, self._shape[-1], dtype)
             self._tensor = LazyTensor(self._host, self._shape, dtype, device, at_once, memory)
 
     @classmethod
@@ -207,7 +280,7 @@ class Assembly:
 
 def read_parts(t: Tensor, dim: int, bounds: Iterable[tuple[int, int]]) -> Iterator[Tensor]:
     """Iterate over the parts `[start, stop)` of a dimension, without autograd history; each part is fetched ahead."""
-    if not isinstance(t, LazyTensor):
+    if not isinstance(t, LazyTensor) or t.is_real:  # parts of which are views, so that writes into them count
         return (t.detach().narrow(dim, start, stop - start) for start, stop in bounds)
     return _ahead(lambda part: t.fetch_part(dim, *part), bounds)
 
@@ -231,6 +304,28 @@ def _ahead(fetch: Callable[[Any], Arrival], parts: Iterable[Any]) -> Iterator[Te
     finally:
         for arrival in arriving:  # the memory must not be freed before the copy has ended
             arrival()
+
+
+def part_of(t: Tensor, dim: int, start: int, stop: int) -> Tensor:
+    """Return the entries `[start, stop)` of a dimension, differentiably; of a `LazyTensor`, no others are brought."""
+    if not isinstance(t, LazyTensor) or t.is_real or dim == t.dim() - 1:
+        return t.narrow(dim, start, stop - start)
+    part: Tensor = _Part.apply(t, dim, start, stop)
+    return part
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: LazyTensor, dim: int, start: int, stop: int) -> Tensor:
+        ctx.place = t.shape, dim, start
+        return t.fetch_part(dim, start, stop)()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        shape, dim, start = ctx.place
+        whole = gradient.new_zeros(shape)
+        whole.narrow(dim, start, gradient.shape[dim]).copy_(gradient)
+        return whole, None, None, None
 
 
 def real(t: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_memo.engine.copies.copy_events import CopyEvent
-from lightning_memo.engine.memory.checksums import RowChecksums
+from lightning_memo.engine.copy_streams import CopyEvent
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 
 # Waits for rows that are being fetched, and returns them: `[rows, features]`.
@@ -80,24 +79,18 @@ class HostRows(Rows):
         rows: Number of rows.
         features: Number of entries of each row.
         dtype: Data type of the entries.
-        name: Name of the matrix, for error messages.
     """
 
-    def __init__(
-        self, memory: SlotMemory, rows: int, features: int, dtype: torch.dtype, name: str = "hidden states"
-    ) -> None:
+    def __init__(self, memory: SlotMemory, rows: int, features: int, dtype: torch.dtype) -> None:
         self._memory, self._features, self._dtype = memory, features, dtype
         self._row_bytes = features * dtype.itemsize
         self._buffer = memory.take_host_buffer(rows * self._row_bytes, memory.state_arena)
         self._leaving: deque[tuple[Tensor, CopyEvent]] = deque()
-        self._checksums = RowChecksums(name, rows, features, dtype, memory.device) if memory.check_restored else None
 
     def write(self, first: int, rows: Tensor) -> None:
         """Start copying `rows` `[..., features]` to the host; they become the rows from number `first` on."""
         self._free_sources(1)
         source = rows.detach().contiguous().view(-1).view(torch.uint8)
-        if self._checksums is not None:
-            self._checksums.note(first, source)
         self._leaving.append((source, self._memory.copy_to_host(self._buffer, first * self._row_bytes, source)))
 
     def _free_sources(self, kept: int) -> None:
@@ -124,11 +117,8 @@ class HostRows(Rows):
         ]
 
         def arrive() -> Tensor:
-            arrived = not events
             while events:
                 events.pop().wait()
-            if self._checksums is not None and not arrived:
-                self._checksums.compare(ranges, data)
             return data.view(self._dtype).view(count, self._features)
 
         return arrive

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_memo.engine.memory.noted_tensors import version_of
+
 POISON = 0xFF  # a NaN in every floating-point format
 
 Value = TypeVar("Value")
@@ -18,52 +20,6 @@ Value = TypeVar("Value")
 def resolved(t: Tensor) -> Tensor:
     """Return a tensor whose bytes are its values: not a lazily conjugated or negated view of others."""
     return t.resolve_conj().resolve_neg() if t.is_conj() or t.is_neg() else t
-
-
-def counter_of(t: Tensor) -> Tensor:
-    """Return a tensor without bytes that counts the changes of `t`, also when `t` is gone."""
-    counter = t.detach()
-    counter.data = t.new_empty(0)
-    return counter
-
-
-def version_of(t: Tensor) -> int:
-    """Return how often a tensor was changed in place. Inference tensors do not count."""
-    return 0 if t.is_inference() else t._version
-
-
-@dataclass(frozen=True, slots=True)
-class KeptTensor:
-    """Stands for a saved tensor that stays where it is, as autograd would keep it.
-
-    Attributes:
-        tensor: The tensor.
-        version: Its version in the forward, which counts changes in place.
-    """
-
-    tensor: Tensor
-    version: int
-
-    @classmethod
-    def of(cls, t: Tensor) -> KeptTensor:
-        """Return what stands for a tensor with its present values."""
-        return cls(t, version_of(t))
-
-    def unchanged(self, layer: str) -> Tensor:
-        """Return the tensor.
-
-        Args:
-            layer: Name of the layer that saved it, for the message.
-
-        Raises:
-            RuntimeError: It was changed in place since the forward.
-        """
-        if version_of(self.tensor) != self.version:
-            raise RuntimeError(
-                f"a weight, an argument or an activation of {layer}, of shape {list(self.tensor.shape)}, was changed "
-                "in place between a forward and its backward, which needs its value: change it after the backward"
-            )
-        return self.tensor
 
 
 def is_dense(t: Tensor) -> bool:

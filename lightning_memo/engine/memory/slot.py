@@ -19,13 +19,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from lightning_memo.artifacts.compressed_layout import compressed_bytes
-from lightning_memo.engine.copies.copy_events import CopyEvent
-from lightning_memo.engine.copies.timeline_recorder import NOBODY, Subject
+from lightning_memo.artifacts.slot_layouts import compressed_bytes
+from lightning_memo.engine.copy_streams import CopyEvent
 from lightning_memo.engine.memory.compressed_values import CompressedValues
 from lightning_memo.engine.memory.host_arena import LastCopies
 from lightning_memo.engine.memory.saved_storages import flat, gapless_strides, is_dense
 from lightning_memo.engine.memory.spill import SpillWrite
+from lightning_memo.engine.timeline_recorder import NOBODY, Subject
 from lightning_memo.planner.token_slices import aligned
 
 
@@ -115,7 +115,7 @@ class Slot:
         rounding: Number of the rounding buffer that the slot occupies, if it occupies one.
         host: Host buffer, uint8.
         disk: Range of the spill file.
-        writes: Writes of the disk share to the spill file.
+        write: Write of the disk share to the spill file.
         fetch: End of the copy back to the device, until the computation has waited for it.
         copies: The last copy from the host buffer.
         in_backward: Whether the layer call's backward is running.
@@ -130,7 +130,7 @@ class Slot:
     rounding: int | None = None
     host: Tensor | None = None
     disk: range | None = None
-    writes: list[SpillWrite] = field(default_factory=list)
+    write: SpillWrite | None = None
     fetch: CopyEvent | None = None
     copies: LastCopies = field(default_factory=LastCopies)
     in_backward: bool = False
@@ -200,8 +200,8 @@ class Slot:
         """
         if self.released:
             raise RuntimeError(
-                "the saved activations of this forward are gone: a backward ran already (retain_graph and second "
-                "derivatives are not supported) or the step was abandoned; run the forward again"
+                "the saved activations of this forward are gone: another batch was profiled since, or the step was "
+                "abandoned: run the forward again"
             )
         if self.fetch is not None:
             self.fetch.wait()

@@ -9,22 +9,85 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_memo.artifacts.spill_layout import BLOCK_BYTES, whole_blocks
+from lightning_memo.artifacts.slot_layouts import whole_blocks
 from lightning_memo.artifacts.swap_plan import SlotSize
-from lightning_memo.engine.copies.copy_events import AllOf, CopyError, CopyEvent
-from lightning_memo.engine.copies.copy_streams import CopyStream, make_copy_stream
-from lightning_memo.engine.copies.test_mode import TestMode, delays_of
-from lightning_memo.engine.copies.timeline_recorder import TimelineRecorder
+from lightning_memo.engine.copy_streams import (
+    AllOf,
+    CopyError,
+    CopyEvent,
+    CopyStream,
+    TestMode,
+    delays_of,
+    make_copy_stream,
+)
 from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.host_arena import DeviceArena, HostArena, HostBuffer
-from lightning_memo.engine.memory.rounding_buffers import RoundingBuffers
 from lightning_memo.engine.memory.saved_storages import POISON
 from lightning_memo.engine.memory.slot import Slot, SlotShare
 from lightning_memo.engine.memory.spill import Spill, SpillWrite
 from lightning_memo.engine.memory.spill_file import SpillError
+from lightning_memo.engine.timeline_recorder import TimelineRecorder
 
 PIECE_BYTES = 256 << 20
 """Longest copy to the host. Attention waits only for the piece that has its keys, and not for all that follow."""
+
+
+class RoundingBuffers:
+    """Two device buffers; layer calls `i` and `i + 2` share one.
+
+    Args:
+        size_bytes: Size of each buffer.
+        device: Where the layers run.
+        poison: Whether a buffer is filled with NaN when a slot leaves it.
+    """
+
+    def __init__(self, size_bytes: int, device: torch.device, poison: bool) -> None:
+        self._device, self._poison = device, poison
+        self._buffers: list[Tensor] = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._owners: list[Slot | None] = [None, None]
+
+    @property
+    def in_use(self) -> int:
+        """Number of buffers that a slot occupies."""
+        return sum(owner is not None for owner in self._owners)
+
+    def occupant(self, t: Tensor) -> Slot | Tensor | None:
+        """The slot in whose buffer a tensor lies, or the buffer if no slot occupies it; `None` outside of buffers."""
+        storage = t.untyped_storage().data_ptr()
+        for buffer, owner in zip(self._buffers, self._owners, strict=True):
+            if buffer.untyped_storage().data_ptr() == storage:
+                return buffer if owner is None else owner
+        return None
+
+    def is_free(self, call: int) -> bool:
+        """Whether no slot occupies the buffer of a layer call."""
+        return self._owners[call % 2] is None
+
+    def enter(self, slot: Slot, call: int) -> bool:
+        """Give a slot the rounding buffer of its layer call, once the slot that occupies it can leave.
+
+        Returns:
+            Whether the slot got the rounding buffer; otherwise it got newly allocated memory.
+        """
+        number = call % 2
+        owner = self._owners[number]
+        if owner is not None:
+            if not owner.can_leave:
+                slot.buffer = torch.empty(slot.capacity_bytes, dtype=torch.uint8, device=self._device)
+                return False
+            owner.wait_for_offload()
+            self.leave(owner)
+        self._owners[number] = slot
+        slot.buffer, slot.rounding = self._buffers[number], number
+        return True
+
+    def leave(self, slot: Slot) -> None:
+        """Take the device buffer from a slot."""
+        if self._poison and slot.buffer is not None:
+            slot.buffer.fill_(POISON)
+        if slot.rounding is not None:
+            self._owners[slot.rounding] = None
+        slot.buffer = slot.rounding = None
 
 
 @dataclass(slots=True)
@@ -69,7 +132,6 @@ class SlotMemory:
         spill: The spill file and its copy streams, if the plan spills.
         state_bytes: Host memory for hidden states between layers, and for their gradients.
         recorder: Records copies and the computation's waits for them.
-        check_restored: Whether fetched bytes are compared with the offloaded ones; see `checksums.py`.
         device_bytes: Memory of the device that stands in for host memory, for slots that the host has no space for.
         stats: Counters of the execution.
         arena: Host arena of the slots.
@@ -86,7 +148,6 @@ class SlotMemory:
     spill: Spill | None = None
     state_bytes: int = 0
     recorder: TimelineRecorder | None = None
-    check_restored: bool = False
     device_bytes: int = 0
     stats: MemoryStats = field(default_factory=MemoryStats)
     arena: HostArena = field(init=False)
@@ -148,45 +209,38 @@ class SlotMemory:
             slot.disk = self.spill.take(size.disk_bytes)
         return slot
 
-    def offload(self, slot: Slot, last: bool = False) -> None:
-        """Start copying the bytes that were put since the last call to the host and the disk.
-
-        Args:
-            slot: The slot.
-            last: Whether nothing more will be put. Until then, the disk gets complete blocks only.
-        """
+    def offload(self, slot: Slot) -> None:
+        """Start copying the bytes of a slot, into which nothing more is put, to the host and the disk."""
         self._offload_to_host(slot)
         if slot.disk is not None and self.spill is not None:
-            self._offload_to_disk(slot, slot.disk, self.spill, last)
+            self._offload_to_disk(slot, slot.disk, self.spill)
 
     def _offload_to_host(self, slot: Slot) -> None:
         share = slot.to_host
-        start, stop = share.copied_bytes, share.used_bytes
-        if start == stop:
+        stop = share.used_bytes
+        if not stop:
             return
         if slot.swap and not self.whole_slots and slot.host is None:
             self._take_host(slot, stop)
         if slot.host is None:
             return
         assert slot.buffer is not None
-        for first in range(start, stop, PIECE_BYTES):
+        for first in range(0, stop, PIECE_BYTES):
             last = min(first + PIECE_BYTES, stop)
             share.offload = self._offload.copy(slot.host[first:last], share.of(slot.buffer, first, last))
             share.pieces.append((last, share.offload))
         share.copied_bytes = stop
-        self.stats.offloaded_bytes += stop - start
+        self.stats.offloaded_bytes += stop
 
-    def _offload_to_disk(self, slot: Slot, disk: range, spill: Spill, last: bool) -> None:
+    def _offload_to_disk(self, slot: Slot, disk: range, spill: Spill) -> None:
         share = slot.to_disk
-        start = share.copied_bytes
-        stop = share.used_bytes if last else share.used_bytes // BLOCK_BYTES * BLOCK_BYTES
-        if start == stop:
+        stop = share.used_bytes
+        if not stop:
             return
         assert slot.buffer is not None
-        write = spill.write(share.of(slot.buffer, start, stop), disk.start + start, slot.subject)
-        slot.writes.append(write)
-        share.offload, share.copied_bytes = write.left, stop
-        self.stats.spilled_bytes += whole_blocks(stop - start)
+        slot.write = spill.write(share.of(slot.buffer, 0, stop), disk.start, slot.subject)
+        share.offload, share.copied_bytes = slot.write.left, stop
+        self.stats.spilled_bytes += whole_blocks(stop)
 
     def fetch(self, slot: Slot, call: int, ahead: bool = False) -> None:
         """Start copying a slot back to the device, unless it is there.
@@ -211,19 +265,24 @@ class SlotMemory:
         if stop := slot.to_disk.copied_bytes:
             assert slot.disk is not None and self.spill is not None
             target = slot.to_disk.of(slot.buffer, 0, stop)
-            arrivals.append(self.spill.read(target, slot.disk.start, slot.writes, slot.subject))
+            arrivals.append(self.spill.read(target, slot.disk.start, slot.write, slot.subject))
             self.stats.unspilled_bytes += whole_blocks(stop)
         slot.fetch = AllOf(arrivals)
+
+    def rest(self, slot: Slot) -> None:
+        """End the use of a slot by a backward that another one may follow: its device buffer can be reused."""
+        _end(slot.fetch)
+        slot.fetch, slot.in_backward = None, False
+        if slot.rounding is None and slot.can_leave:
+            slot.buffer = None
 
     def release(self, slot: Slot) -> None:
         """Give back a slot's buffers, after waiting for the copies that are under way."""
         if slot.released:
             return
         slot.released = True
-        for event in (slot.to_host.offload, slot.to_disk.offload, slot.fetch):
+        for event in (slot.to_host.offload, slot.to_disk.offload, slot.fetch, slot.write):
             _end(event)
-        for write in slot.writes:
-            _end(write)
         self._rounding.leave(slot)
         if slot.host is not None:
             if self.test_mode is not None:
@@ -247,9 +306,11 @@ class SlotMemory:
         memory = arena.acquire(size_bytes)
         if memory is None:
             self.stats.overflow_bytes += size_bytes
-            return HostBuffer(torch.empty(size_bytes, dtype=torch.uint8, device=self.device), None, False)
-        self._note_peak()
-        buffer = HostBuffer(memory, arena, poison=self.test_mode is not None)
+            memory = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+            buffer = HostBuffer(memory, None, False)
+        else:
+            self._note_peak()
+            buffer = HostBuffer(memory, arena, poison=self.test_mode is not None)
         self._host_buffers.add(buffer)
         return buffer
 
@@ -288,6 +349,8 @@ class SlotMemory:
             self.spill.close()
         self._offload.close()
         self._prefetch.close()
+        for buffer in list(self._host_buffers):  # what still refers to them must not read freed memory
+            buffer.release()
         for arena in self._arenas:
             arena.close()
 

@@ -18,14 +18,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_memo.artifacts.spill_layout import SpillLayout, whole_blocks
-from lightning_memo.engine.copies.copy_events import CopyEvent, LaterEvent
-from lightning_memo.engine.copies.copy_streams import CopyStream, make_copy_stream, use_device
-from lightning_memo.engine.copies.test_mode import Delays, TestMode, delays_of
-from lightning_memo.engine.copies.timeline_recorder import NOBODY, Subject, TimelineRecorder
-from lightning_memo.engine.memory.host_pages import host_memory
+from lightning_memo.artifacts.slot_layouts import SpillLayout, whole_blocks
+from lightning_memo.engine.copy_streams import (
+    CopyEvent,
+    CopyStream,
+    Delays,
+    LaterEvent,
+    TestMode,
+    delays_of,
+    make_copy_stream,
+    use_device,
+)
+from lightning_memo.engine.memory.host_arena import host_memory
 from lightning_memo.engine.memory.saved_storages import POISON
 from lightning_memo.engine.memory.spill_file import SpillFile
+from lightning_memo.engine.timeline_recorder import NOBODY, Subject, TimelineRecorder
 
 _DISK_THREADS = 2  # per direction, so that the disk already has the next request when one ends
 
@@ -150,16 +157,16 @@ class _Writer(_Direction):
 class _Reader(_Direction):
     """Copies from the file to the device."""
 
-    def read(self, destination: Tensor, offset_bytes: int, writes: Sequence[SpillWrite], subject: Subject) -> CopyEvent:
+    def read(self, destination: Tensor, offset_bytes: int, write: SpillWrite | None, subject: Subject) -> CopyEvent:
         arrival, computed = self._stream.later(), self._stream.computed()
-        self._coordinator.submit(self._receive, destination, offset_bytes, writes, computed, subject, arrival)
+        self._coordinator.submit(self._receive, destination, offset_bytes, write, computed, subject, arrival)
         return arrival
 
     def _receive(
         self,
         destination: Tensor,
         offset_bytes: int,
-        writes: Sequence[SpillWrite],
+        write: SpillWrite | None,
         computed: CopyEvent | None,
         subject: Subject,
         arrival: LaterEvent,
@@ -173,7 +180,7 @@ class _Reader(_Direction):
             bounce.copy = self._stream.copy_after(chunk, bounce.memory[: chunk.nbytes], computed, subject=subject)
 
         try:
-            for write in writes:
+            if write is not None:
                 write.synchronize()
             for chunk, offset, bounce in self._turns(destination, offset_bytes):
                 blocks = bounce.memory[: whole_blocks(chunk.nbytes)]
@@ -254,17 +261,17 @@ class Spill:
         return self._writer.write(source, offset_bytes, subject)
 
     def read(
-        self, destination: Tensor, offset_bytes: int, writes: Sequence[SpillWrite], subject: Subject = NOBODY
+        self, destination: Tensor, offset_bytes: int, write: SpillWrite | None, subject: Subject = NOBODY
     ) -> CopyEvent:
         """Start copying bytes from the file to the device.
 
         Args:
             destination: Memory for the bytes, uint8. It is written once the computation submitted so far has ended.
             offset_bytes: Offset in the file, a multiple of the block size.
-            writes: Writes that must be in the file first.
+            write: The write that must be in the file first; `None` if the bytes are there.
             subject: The layer call or slice that the bytes belong to, for the recorder.
         """
-        return self._reader.read(destination, offset_bytes, writes, subject)
+        return self._reader.read(destination, offset_bytes, write, subject)
 
     def synchronize(self) -> None:
         """Block until all submitted work has ended, successfully or not."""

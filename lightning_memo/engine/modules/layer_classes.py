@@ -12,16 +12,19 @@ from torch import Tensor, nn
 from lightning_memo.artifacts.swap_plan import Schedule
 from lightning_memo.engine.forward.collected_outputs import collecting_nothing
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.fp8_modules.norms import lock_channels
-from lightning_memo.engine.fp8_modules.supported_fp8 import Fp8Check, fp8_form, why_scaled_by_engine
+from lightning_memo.engine.fp8_modules import (
+    Fp8Check,
+    fp8_form,
+    lock_channels,
+    why_scaled_by_engine,
+    why_scaled_together,
+)
 from lightning_memo.engine.modules.layer_probe import BackendOf, LayerTraits, probe_layer
-from lightning_memo.engine.modules.low_precision_scales import why_scaled_together
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
 from lightning_memo.engine.state.module_attributes import ModuleAttributes
 from lightning_memo.engine.state.named_values import named_values
-from lightning_memo.engine.token_locality.alike_layers import LocalityProofs
-from lightning_memo.engine.token_locality.prove_locality import Locality, prove_locality, why_other_at
-from lightning_memo.parallel.tensor.token_exchange import exchanging_nothing
+from lightning_memo.engine.token_locality.prove_locality import Locality, LocalityProofs, prove_locality, why_other_at
+from lightning_memo.parallel.tensor.experts import exchanging_nothing
 
 # A layer that is called in more forms, for example with a number that counts steps, runs as one slice.
 _MOST_FORMS = 16
@@ -42,6 +45,7 @@ class LayerClasses:
 
     Attributes:
         agreed: Traits on which all processes have agreed.
+        chooses: Whether some layer that has run chooses indices by values.
     """
 
     def __init__(self, layers: Sequence[nn.Module], backend_of: BackendOf, settings: RequestedSettings) -> None:
@@ -51,6 +55,7 @@ class LayerClasses:
         self._settings = settings
         self._fp8 = Fp8Check(settings.why_not_fp8)
         self.agreed = LayerTraits("")
+        self.chooses = False
         self._proofs = LocalityProofs(layers)
         self._numbers: dict[int, tuple[object, int]] = {}
         self._probed: dict[object, LayerTraits] = {}
@@ -67,6 +72,7 @@ class LayerClasses:
         self._traits.clear()
         self._numbers.clear()
         self._why_scaled = None
+        self.chooses = False
 
     def agree(self, why_whole: str, why_nest: str) -> None:
         """Set the traits on which processes have agreed, so that all run layers alike.
@@ -122,6 +128,7 @@ class LayerClasses:
                 kind, any_other = (attributes.modules, form), form is _ANY_OTHER
                 # A layer may set context variables.
                 by_form[form] = copy_context().run(self._find, call, x, kind, attributes.inner, any_other)
+            self.chooses |= by_form[form].chooses
             if before is not None and by_form[form].locality is before.locality:  # they decide nothing: not counted
                 self._numbers[id(call.layer)] = numbers, self._numbers[id(call.layer)][1] - 1
             if was_cut and by_form[form].why_whole and call.tokens > 1:

@@ -1,10 +1,15 @@
-"""Replaces the `forward` of a layer, and reads its calls."""
+"""Replaces the `forward` of a layer, and reads its calls.
+
+Layers that are swapped or recomputed neither read nor fill the key-value caches of Hugging Face models.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -14,10 +19,11 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.forward.layer_call import THE_INPUT, LayerCall
-from lightning_memo.engine.modules.key_value_caches import without_caches
 from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.parallel.local_tensors import awaited
 from lightning_memo.utils.class_names import class_name
+
+_MARK = "_memo_calls"  # an attribute of caches: the inputs of layers that have not filled them, by call
 
 
 class LayerForward:
@@ -61,19 +67,19 @@ def replace_forward(layer: nn.Module, run: Callable[..., Any]) -> Callable[[], N
     return functools.partial(_restore_forward, layer, own)
 
 
+def _restore_forward(layer: nn.Module, own: Callable[..., Any] | None) -> None:
+    if own is None:
+        del layer.forward
+    else:
+        layer.forward = own
+
+
 def innermost_forward(module: nn.Module) -> Callable[..., Any]:
     """Return a module's forward as it was before it was replaced."""
     forward: Callable[..., Any] = module.forward
     while isinstance(forward, LayerForward):
         forward = forward.original
     return forward
-
-
-def _restore_forward(layer: nn.Module, own: Callable[..., Any] | None) -> None:
-    if own is None:
-        del layer.forward
-    else:
-        layer.forward = own
 
 
 def needs_grad(layer: nn.Module, arguments: Any) -> bool:
@@ -122,7 +128,7 @@ def read_call(
             f"{class_name(layer)} is called within torch.vmap or a transform of torch.func, where nothing can be "
             "swapped or recomputed: call the model with a batch, or train it without lightning_memo"
         )
-    rest, kwargs = without_caches(layer, x, rest, kwargs)
+    rest, kwargs = _without_caches(layer, x, rest, kwargs)
     rest = [THE_INPUT if t is x else t for t in rest]
     kwargs = {name: THE_INPUT if t is x else t for name, t in kwargs.items()}
     if kwargs.get("use_cache"):
@@ -140,3 +146,71 @@ def _token_dim(layer: nn.Module) -> int:
     """
     attentions = [m for m in layer.modules() if isinstance(m, nn.MultiheadAttention)]
     return 0 if any(not m.batch_first for m in attentions) else 1
+
+
+def _without_caches(
+    layer: nn.Module, x: Tensor, rest: list[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of a layer with `None` in place of key-value caches.
+
+    Args:
+        layer: The layer.
+        x: Its input.
+        rest: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Raises:
+        ValueError: A cache holds tokens, or would hold them if an earlier forward had filled it.
+    """
+    caches = [value for value in (*rest, *kwargs.values()) if _is_cache(value)]
+    if not caches:
+        return rest, kwargs
+    numbers = tuple(value for value in (*rest, *kwargs.values()) if type(value) is int)  # rounds of looped models
+    if _is_filled(caches[0], layer) or _was_given(caches[0], (id(layer), *numbers), x):
+        raise ValueError(
+            f"{class_name(layer)} gets a key-value cache of an earlier forward, as in prefix tuning, but layers that "
+            "are swapped or recomputed neither fill nor read caches: pass all tokens in one forward, use another "
+            "method, for example LoRA, or train this model without lightning_memo"
+        )
+    rest = [None if _is_cache(value) else value for value in rest]
+    kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    return rest, kwargs
+
+
+def why_reads_cache(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return why a layer has to run as in plain training, because a key-value cache holds tokens for it.
+
+    Args:
+        layer: The layer.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+    if any(_is_cache(value) and _is_filled(value, layer) for value in (*args, *kwargs.values())):
+        return (
+            "it gets a key-value cache of an earlier forward, as in prefix tuning, and layers that are swapped or "
+            "recomputed neither fill nor read caches"
+        )
+    return ""
+
+
+def _is_cache(value: object) -> bool:
+    """Return whether an argument is a key-value cache of transformers."""
+    return hasattr(type(value), "get_seq_length") and hasattr(type(value), "update")
+
+
+def _is_filled(cache: Any, layer: nn.Module) -> bool:
+    """Return whether a cache holds something for a layer. Frozen layers before it may fill theirs."""
+    index = next((m.layer_idx for m in layer.modules() if isinstance(getattr(m, "layer_idx", None), int)), None)
+    for holds in ("get_seq_length", "has_previous_state") if index is not None else ():
+        # Layers of a cache have keys and values, a recurrent state, or both, and raise if asked for what they lack.
+        with contextlib.suppress(ValueError, AttributeError):
+            if getattr(cache, holds)(index):
+                return True
+    return False
+
+
+def _was_given(cache: Any, call: tuple[int, ...], x: Tensor) -> bool:
+    """Return whether a call with another input got this cache before, and mark it. Copies of a cache have its marks."""
+    inputs: dict[tuple[int, ...], weakref.ref[Tensor]] = vars(cache).setdefault(_MARK, {})
+    before = inputs.setdefault(call, weakref.ref(x))
+    return before() is not x

@@ -1,40 +1,40 @@
-"""Probes a layer before its first run: whether it can be cut by tokens, and what its attention needs."""
+"""Probes a layer before its first run: whether it can be cut by tokens, and the needs of its attention."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.attention.attention_sinks import merge_sinks
 from lightning_memo.engine.forward.asked_gradients import NotedQuestions
+from lightning_memo.engine.forward.collected_outputs import split_output
 from lightning_memo.engine.forward.cut_tokens import take_tokens
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.known_tensor import as_function_of
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.forward.layer_output import split_output
+from lightning_memo.engine.forward.refuse_checkpointing import refuse_inner_backward, refusing_transforms
 from lightning_memo.engine.forward.repeated_choices import NotedChoices
-from lightning_memo.engine.modules.watched_run import in_training, refuse_effects, watched_run
-from lightning_memo.engine.recurrence.intercept_states import handing
-from lightning_memo.engine.recurrence.state_functions import StateCall
-from lightning_memo.engine.saved_tensors.hidden_writes import HiddenWrites
-from lightning_memo.engine.saved_tensors.side_effects import SideEffects, kept_elsewhere
+from lightning_memo.engine.memory.lazy_tensor import part_of
+from lightning_memo.engine.recurrence import StateCall, handing
+from lightning_memo.engine.saved_tensors.side_effects import HiddenWrites, SideEffects, kept_elsewhere
 from lightning_memo.engine.state.layer_state import LayerState
 from lightning_memo.engine.token_locality.prove_locality import Locality
 from lightning_memo.engine.token_locality.user_code import without_global_hooks, without_hooks
 from lightning_memo.kernels import AttentionBackend, AttentionSpec, RngState
 from lightning_memo.kernels.attention_kernel import sums_dtype
-from lightning_memo.planner.token_slices import Action, SavedBytes, TokenRange
-
-BackendOf = Callable[[Tensor, Tensor, Tensor, AttentionSpec], AttentionBackend]
+from lightning_memo.planner.token_slices import KEPT, SavedBytes, TokenRange
 
 # Two runs of the same arithmetic may differ by rounding, where sums are computed in any order.
 _TOLERANCE = 1e-3
 _HALF_TOLERANCE = 0.1
 _DIRECTIONS = 8
+BackendOf = Callable[[Tensor, Tensor, Tensor, AttentionSpec], AttentionBackend]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,154 @@ class LayerTraits:
     def schedule(self) -> str:
         """The schedule of the layer: "layer", or "nest" if attention cannot run slice after slice."""
         return "nest" if self.why_nest else "layer"
+
+
+def probe_layer(call: LayerCall, x: Tensor, backend_of: BackendOf, longest: int | None = None) -> LayerTraits:
+    """Run a layer twice as in training, and check that it gives the same output. The layer's state is restored.
+
+    Args:
+        call: The layer and its arguments.
+        x: The layer's input.
+        backend_of: Returns the attention kernel.
+        longest: Largest number of tokens to probe; `None` for all tokens.
+
+    Raises:
+        ValueError: The layer gives another output for the same input, or it has written or kept tensors where a run
+            cannot be undone.
+    """
+    tokens = min(call.tokens, longest or call.tokens)
+    try:
+        return _probe(call, x, backend_of, tokens)
+    except torch.OutOfMemoryError:  # which says nothing about the layer
+        raise
+    except (RuntimeError, IndexError, ValueError, AssertionError) as error:  # models check the sizes of masks
+        if tokens == call.tokens:
+            raise
+        tensors = [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)]
+        if any(t.dim() > 2 and t.shape[-1] == call.tokens for t in tensors):
+            why = (
+                f"{call.name} gets an attention mask of all tokens, which is a tensor (padding on the left makes one, "
+                "padding on the right does not)"
+            )
+        else:
+            why = f"{call.name} cannot run on some of the tokens: {str(error).splitlines()[0]}"
+    return replace(_probe(call, x, backend_of, call.tokens), why_whole=why)
+
+
+def _probe(call: LayerCall, x: Tensor, backend_of: BackendOf, tokens: int) -> LayerTraits:
+    with without_hooks(call.layer), without_global_hooks():
+        before = LayerState(call, x.device)
+        arguments = (t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor) and t.requires_grad)
+        effects = SideEffects([x, *arguments], before.why_not_written)
+        part = part_of(x.detach(), call.token_dim, 0, tokens).requires_grad_(x.requires_grad)
+        is_leaf = x.requires_grad and x.is_leaf
+        try:
+            traits = _traits_of(call, part, _Recorder(backend_of, HiddenWrites(call)), before, effects, is_leaf)
+        finally:
+            before.restore()
+    if effects.keeps_tensors():
+        raise ValueError(kept_elsewhere(call.name))
+    return traits
+
+
+def _traits_of(
+    call: LayerCall, x: Tensor, recorder: _Recorder, before: LayerState, effects: SideEffects, is_leaf: bool
+) -> LayerTraits:
+    tokens = x.shape[call.token_dim]
+    everything = TokenRange(0, tokens, KEPT)
+    with (
+        _watched_run(call, x, recorder, effects) as copy,
+        NotedChoices(recorder.note_choice),
+        NotedQuestions(call.name, copy if is_leaf else None) as questions,
+    ):
+        hidden = split_output(call.with_copied_containers().run(copy, everything), x, call.layer)[0]
+    recorder.changes_input = copy._version > 0
+    sketch = _sketch(hidden, x)
+    del hidden, copy
+    recorder.writes.refuse()
+    if any(t.requires_grad or effects.depends(t) for t in before.python.gained()):
+        raise ValueError(kept_elsewhere(call.name))
+    fills = before.python.fills
+    changing, rewritten = before.buffers.changed(), before.tensors.changed()
+
+    def repeats(part: TokenRange) -> bool:
+        before.restore_random()
+        before.python.restore()
+        before.tensors.restore()
+        before.buffers.restore(changing)
+        with effects.watching():
+            return _repeats(call, x, recorder, sketch, part)
+
+    # On a part of the tokens, which takes less memory, if that suffices.
+    if not (repeats(TokenRange(0, max(1, tokens // 2), KEPT)) or repeats(everything)):
+        raise ValueError(
+            f"{call.name} gives another output for the same input: its forward depends on something "
+            "besides inputs, weights, attributes and random states (a global variable, a generator inside another "
+            "object, random numbers that another thread draws at the same time): make it a function of these, or train "
+            "this model without lightning_memo"
+        )
+    why_nest = _why_nest(call, recorder)
+    why = _why_whole(call, recorder, not why_nest, changing, rewritten)
+    return LayerTraits(
+        why,
+        why_nest,
+        tuple(recorder.saved),
+        tokens,
+        recorder.gradient_bytes,
+        changing,
+        recorder.chooses,
+        questions.asked,
+        fills,
+    )
+
+
+@contextlib.contextmanager
+def _watched_run(call: LayerCall, x: Tensor, recorder: _Recorder, effects: SideEffects) -> Iterator[Tensor]:
+    """Yield a copy of the input with which the layer is to run inside the context.
+
+    Args:
+        call: The layer and its arguments.
+        x: The layer's input.
+        recorder: Answers calls of attention and recurrences, and watches what the layer writes into saved tensors.
+        effects: Watches the tensors that the layer writes and keeps.
+    """
+    note = effects.outside(recorder.writes.note)
+    with effects.watching(), _in_training(call, note):
+        copy = x.clone()  # because a layer may change its input in place
+        note(copy)  # another layer may have saved it
+        everything = TokenRange(0, x.shape[call.token_dim], KEPT)
+        attention = handling(effects.outside(recorder.whole), call.layer, call.layout, recorder.note_own)
+        recurrences = handing(call.layer, recorder.hand, recorder.note_own)
+        with attention, recurrences, call.mode(everything), recorder.writes:
+            yield copy
+
+
+@contextlib.contextmanager
+def _in_training(call: LayerCall, on_saved: Callable[[Tensor], None] = lambda t: None) -> Iterator[None]:
+    """Let a layer find gradients enabled, as layers may ask for that, without keeping what autograd saves.
+
+    Args:
+        call: The layer and its arguments.
+        on_saved: Called with each tensor that autograd saves.
+    """
+    saved = saved_tensors_hooks(on_saved, lambda _: refuse_inner_backward(call.name))
+    # What a layer adds to in place must not become a function of a probe.
+    tables = [table for module in call.layer.modules() for table in (module._buffers, vars(module))]
+    held = [(table, name, t, t.detach()) for table in tables for name, t in table.items() if _is_tensor(t)]
+    for table, name, _, alias in held:
+        table[name] = alias
+    try:
+        with torch.enable_grad(), refusing_transforms(call.name), saved:
+            yield
+    finally:
+        for table, name, t, alias in held:
+            if table.get(name) is alias:
+                table[name] = t
+
+
+def _is_tensor(value: object) -> bool:
+    """Return whether a value is a tensor. Proxies are not asked for their classes."""
+    return issubclass(type(value), Tensor)
 
 
 class _Recorder:
@@ -124,92 +272,35 @@ class _Recorder:
         return answer
 
 
-def probe_layer(call: LayerCall, x: Tensor, backend_of: BackendOf, longest: int | None = None) -> LayerTraits:
-    """Run a layer twice, and check that it gives the same output. The layer's state is restored.
-
-    Args:
-        call: The layer and its arguments.
-        x: The layer's input.
-        backend_of: Returns the attention kernel.
-        longest: Largest number of tokens to probe; `None` for all tokens.
-
-    Raises:
-        ValueError: The layer gives another output for the same input.
-    """
-    tokens = min(call.tokens, longest or call.tokens)
+def _repeats(call: LayerCall, x: Tensor, recorder: _Recorder, sketch: Tensor, part: TokenRange) -> bool:
+    """Run a layer once more on some tokens, with known attention, and return whether it gives the same output."""
+    tokens, x = x.shape[call.token_dim], x.narrow(call.token_dim, part.start, part.tokens)
+    handed = handing(call.layer, lambda state_call: state_call.run()[0], lambda why: None)
+    errors = () if part.tokens == tokens else (RuntimeError, ValueError, IndexError, AssertionError)
     try:
-        return _probe(call, x, backend_of, tokens)
-    except torch.OutOfMemoryError:  # which says nothing about the layer
+        attention = handling(recorder.known(part, tokens), call.layer, call.layout)
+        with _in_training(call), attention, handed, call.mode(part):
+            again = split_output(call.with_copied_containers().run(x.clone(), part), x, call.layer)[0]
+            return _same(_sketch(again, x), sketch.narrow(call.token_dim, part.start, part.tokens), x)
+    except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, IndexError, ValueError, AssertionError) as error:  # models check the sizes of masks
-        if tokens == call.tokens:
-            raise
-        tensors = [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)]
-        if any(t.dim() > 2 and t.shape[-1] == call.tokens for t in tensors):
-            why = (
-                f"{call.name} gets an attention mask of all tokens, which is a tensor (padding on the left makes one, "
-                "padding on the right does not)"
-            )
-        else:
-            why = f"{call.name} cannot run on some of the tokens: {str(error).splitlines()[0]}"
-    return replace(_probe(call, x, backend_of, call.tokens), why_whole=why)
+    except (StopIteration, *errors):
+        return False
 
 
-def _probe(call: LayerCall, x: Tensor, backend_of: BackendOf, tokens: int) -> LayerTraits:
-    with without_hooks(call.layer), without_global_hooks():
-        before = LayerState(call, x.device)
-        arguments = (t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor) and t.requires_grad)
-        effects = SideEffects([x, *arguments], before.why_not_written)
-        part = x.detach().narrow(call.token_dim, 0, tokens).requires_grad_(x.requires_grad)
-        is_leaf = x.requires_grad and x.is_leaf
-        try:
-            traits = _traits_of(call, part, _Recorder(backend_of, HiddenWrites(call)), before, effects, is_leaf)
-        finally:
-            before.restore()
-    if effects.keeps_tensors():
-        raise ValueError(kept_elsewhere(call.name))
-    return traits
+@torch.no_grad()
+def _sketch(hidden: Tensor, x: Tensor) -> Tensor:
+    """Return what a layer added to its input, projected on a few directions: `[batch, tokens, 8]`, which is small."""
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(x.shape[-1], _DIRECTIONS, generator=generator)
+    return ((hidden - x).nan_to_num_() @ directions.to(x)).float()
 
 
-def _traits_of(
-    call: LayerCall, x: Tensor, recorder: _Recorder, before: LayerState, effects: SideEffects, is_leaf: bool
-) -> LayerTraits:
-    tokens = x.shape[call.token_dim]
-    everything = TokenRange(0, tokens, Action.KEEP)
-    with (
-        watched_run(call, x, effects, recorder.writes, recorder.whole, recorder.note_own, recorder.hand) as copy,
-        NotedChoices(recorder.note_choice),
-        NotedQuestions(call.name, copy if is_leaf else None) as questions,
-    ):
-        hidden = split_output(call.with_copied_containers().run(copy, everything), x, call.layer)[0]
-    recorder.changes_input = copy._version > 0
-    sketch = _sketch(hidden, x)
-    del hidden, copy
-    refuse_effects(call, before, effects, recorder.writes)
-    fills = before.python.fills
-    changing, rewritten = before.buffers.changed(), before.tensors.changed()
-
-    def repeats(part: TokenRange) -> bool:
-        before.restore_random()
-        before.python.restore()
-        before.tensors.restore()
-        before.buffers.restore(changing)
-        with effects.watching():
-            return _repeats(call, x, recorder, sketch, part)
-
-    # On a part of the tokens, which takes less memory, if that suffices.
-    if not (repeats(TokenRange(0, max(1, tokens // 2), Action.KEEP)) or repeats(everything)):
-        raise ValueError(
-            f"{call.name} gives another output for the same input: its forward depends on something "
-            "besides inputs, weights, attributes and random states (a global variable, a generator inside another "
-            "object): make it a function of these, or train this model without lightning_memo"
-        )
-    why_nest = _why_nest(call, recorder)
-    why = _why_whole(call, recorder, not why_nest, changing, rewritten)
-    return LayerTraits(
-        why, why_nest, tuple(recorder.saved), tokens, recorder.gradient_bytes, changing, recorder.chooses,
-        questions.asked, fills,
-    )  # fmt: skip
+def _same(again: Tensor, sketch: Tensor, x: Tensor) -> bool:
+    """Return whether two sketches differ by rounding only."""
+    exact = x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(x.device.type)
+    largest = sketch.abs().max().clamp_min(torch.finfo(sketch.dtype).tiny)
+    return float((again - sketch).abs().max() / largest) <= (_TOLERANCE if exact else _HALF_TOLERANCE)
 
 
 def _why_nest(call: LayerCall, recorder: _Recorder) -> str:
@@ -225,22 +316,6 @@ def _why_no_blocks(q: Tensor) -> str:
     if q.device.type == "cuda" and q.dtype not in (torch.float16, torch.bfloat16):
         return f"attention runs slice after slice in half precision only on a GPU, and not in {q.dtype}"
     return f"no attention kernel on {q.device.type} runs slice after slice in {q.dtype} with head_dim {q.shape[-1]}"
-
-
-def _repeats(call: LayerCall, x: Tensor, recorder: _Recorder, sketch: Tensor, part: TokenRange) -> bool:
-    """Run a layer once more on some tokens, with known attention, and return whether it gives the same output."""
-    tokens, x = x.shape[call.token_dim], x.narrow(call.token_dim, part.start, part.tokens)
-    handed = handing(call.layer, lambda state_call: state_call.run()[0], lambda why: None)
-    errors = () if part.tokens == tokens else (RuntimeError, ValueError, IndexError, AssertionError)
-    try:
-        attention = handling(recorder.known(part, tokens), call.layer, call.layout)
-        with in_training(call), attention, handed, call.mode(part):
-            again = split_output(call.with_copied_containers().run(x.clone(), part), x, call.layer)[0]
-            return _same(_sketch(again, x), sketch.narrow(call.token_dim, part.start, part.tokens), x)
-    except torch.OutOfMemoryError:
-        raise
-    except (StopIteration, *errors):
-        return False
 
 
 def _why_whole(call: LayerCall, recorder: _Recorder, sliceable: bool, changing: tuple[str, ...], rewritten: str) -> str:
@@ -259,18 +334,3 @@ def _why_whole(call: LayerCall, recorder: _Recorder, sliceable: bool, changing: 
     if not sliceable and len(recorder.specs) > 1:
         return f"{name} calls attention {len(recorder.specs)} times, and not all calls are causal"
     return ""
-
-
-@torch.no_grad()
-def _sketch(hidden: Tensor, x: Tensor) -> Tensor:
-    """Return what a layer added to its input, projected on a few directions: `[batch, tokens, 8]`, which is small."""
-    generator = torch.Generator().manual_seed(0)
-    directions = torch.randn(x.shape[-1], _DIRECTIONS, generator=generator)
-    return ((hidden - x).nan_to_num_() @ directions.to(x)).float()
-
-
-def _same(again: Tensor, sketch: Tensor, x: Tensor) -> bool:
-    """Return whether two sketches differ by rounding only."""
-    exact = x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(x.device.type)
-    largest = sketch.abs().max().clamp_min(torch.finfo(sketch.dtype).tiny)
-    return float((again - sketch).abs().max() / largest) <= (_TOLERANCE if exact else _HALF_TOLERANCE)

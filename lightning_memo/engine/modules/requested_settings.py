@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lightning_memo.artifacts.compressed_layout import SwapPrecision
+from lightning_memo.artifacts.slot_layouts import SwapPrecision
 from lightning_memo.artifacts.swap_plan import Attention, HostBacked
-from lightning_memo.engine.copies.test_mode import TestMode
+from lightning_memo.engine.copy_streams import TestMode
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 
 
@@ -33,7 +33,6 @@ class RequestedSettings:
         divided: Whether processes share the tokens of a sequence.
         spill_path: Folder on a disk for the layer calls that a plan spills.
         test_mode: Random delays and poisoned buffers, to bring out copy races.
-        check_restored: Whether tensors that return to the device are compared with what left it.
         swap_precision: "fp8" if swapped activations are compressed where that is possible, otherwise "exact".
         check_slices: Whether layers in slices are compared with whole layers while training.
         why_not_fp8: With which setting layers with modules of TransformerEngine do not compute in FP8, and what to set;
@@ -50,7 +49,6 @@ class RequestedSettings:
     divided: bool = False
     spill_path: Path | None = None
     test_mode: TestMode | None = None
-    check_restored: bool = False
     check_slices: bool = True
     swap_precision: SwapPrecision = "exact"
     why_not_fp8: str = ""
@@ -73,6 +71,18 @@ class RequestedSettings:
             raise self.backing_error(why)
         if self.storage == "kinds" and tokens >= 2 and traits.why_whole:
             raise ValueError(f'storage="kinds" runs layers in slices, but {traits.why_whole}: use storage="alpha"')
+
+    def too_short(self, batch: int, tokens: int) -> bool:
+        """Return whether an input has nothing to swap or recompute, or a single token where layers run in slices.
+
+        Args:
+            batch: Number of sequences in the layer's input.
+            tokens: Number of tokens of each.
+        """
+        if self.divided:
+            return False
+        in_slices = self.storage == "kinds" or (self.slice_tokens is not None and self.host_backed != "none")
+        return batch * tokens == 0 or (tokens < 2 and in_slices)
 
     @property
     def may_stream(self) -> bool:

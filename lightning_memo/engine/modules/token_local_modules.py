@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from lightning_memo.engine.forward.autocast import ambient_autocast
 from lightning_memo.engine.memory.lazy_tensor import LazyTensor, read_rows
-from lightning_memo.engine.memory.saved_storages import version_of
+from lightning_memo.engine.memory.noted_tensors import NotedTensor
 from lightning_memo.engine.saved_tensors.side_effects import address_of
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.engine.state.forward_state import ForwardState
@@ -41,7 +41,7 @@ class TokenLocal:
         parameters = dict(self._call.named_parameters())
         self.trained = [p for p in parameters.values() if p.requires_grad]
         self._aliases = {name: p.detach().requires_grad_(p.requires_grad) for name, p in parameters.items()}
-        self._read = [(p, self._aliases[name], version_of(local_part(p))) for name, p in parameters.items()]
+        self._read = [(p, self._aliases[name], NotedTensor.of(local_part(p))) for name, p in parameters.items()]
         self._trained_aliases = [alias for alias in self._aliases.values() if alias.requires_grad]
         self._autocast = ambient_autocast(next(iter(parameters.values())).device.type)
 
@@ -56,9 +56,8 @@ class TokenLocal:
         Raises:
             RuntimeError: A weight was changed since.
         """
-        for p, alias, version in self._read:
-            now = local_part(p)
-            if version_of(now) != version or address_of(now) != address_of(local_part(alias)):
+        for p, alias, noted in self._read:
+            if noted.changed or address_of(local_part(p)) != address_of(local_part(alias)):
                 raise RuntimeError(
                     f"a weight of {self._name}, of shape {list(p.shape)}, was changed between a forward and its "
                     "backward, which needs its value: change it after the backward"
@@ -108,6 +107,12 @@ class GradientSums:
             total = part.to(torch.promote_types(part.dtype, torch.float32), copy=True)
             layout = ShardedHandle.of(gradient, None) if hasattr(gradient, "device_mesh") else None
             self._sums[n] = (total, layout)
+
+    def copy(self) -> GradientSums:
+        """Return the same sums in memory of their own."""
+        copied = GradientSums()
+        copied._sums = [None if known is None else (known[0].clone(), known[1]) for known in self._sums]
+        return copied
 
     def take(self, dtypes: Sequence[torch.dtype], factor: Tensor | None = None) -> list[Tensor | None]:
         """Return the sums in these dtypes, multiplied by `factor`, and hold them no longer."""

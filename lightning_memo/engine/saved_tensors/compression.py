@@ -28,13 +28,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_memo.artifacts.compressed_layout import compressed_bytes
+from lightning_memo.artifacts.slot_layouts import compressed_bytes
 from lightning_memo.engine.forward.intercept import OwnMode
 from lightning_memo.engine.forward.matrix_products import WEIGHT_PLACES
 from lightning_memo.parallel.local_tensors import local_part
 
 LEAST_SHARE: Final = 4
 """A tensor with less than one value for so many features of the layer's input has few values for each token."""
+
+_SMALL_POWERS: Final = (2, 3)
 
 
 def _of_tensor(*names: str) -> set[Callable[..., Any]]:
@@ -50,7 +52,6 @@ _PRODUCTS: Final = _of_tensor(
 _FACTORS: Final = _of_tensor("mul", "multiply", "__mul__", "__rmul__")
 _POWERS: Final = _of_tensor("pow", "__pow__")
 _ACTIVATIONS: Final = _of_tensor("silu", "gelu", "relu", "square", "rms_norm")
-_SMALL_POWERS: Final = (2, 3)
 
 
 class SavingFunction(OwnMode):

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_memo.artifacts.swap_plan import SlotSize
 from lightning_memo.engine.memory.block_reader import HostRange
-from lightning_memo.engine.memory.checksums import SlotChecksums
-from lightning_memo.engine.memory.saved_storages import KeptTensor, Registry, flat
+from lightning_memo.engine.memory.noted_tensors import NotedTensor
+from lightning_memo.engine.memory.saved_storages import Registry, flat
 from lightning_memo.engine.memory.slot import Slot, SlotView
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.saved_tensors.parked_arguments import ParkedView
@@ -22,13 +23,64 @@ from lightning_memo.engine.saved_tensors.weight_copies import WeightCopy
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import WrappedHandle
 from lightning_memo.parallel.local_tensors import ShardedHandle
 
+Member = TypeVar("Member")
+
+ALL_POSITIONS: Final = range(sys.maxsize)
+"""The positions of the objects of a step, unless several micro-batches share them."""
+
 # The handle of a saved tensor: the tensor itself or a copy (if it stays on the device), with its version if others may
 # change it, its place in the slot, its place in an argument that layers share, the weight of which it is a copy, the
 # handles of its parts, or its number in a recomputation.
-Handle = Tensor | SlotView | ShardedHandle | KeptTensor | ParkedView | WeightCopy | WrappedHandle | int
+Handle = Tensor | SlotView | ShardedHandle | NotedTensor | ParkedView | WeightCopy | WrappedHandle | int
 
-ALL_POSITIONS: Final = range(sys.maxsize)
-"""The positions of layer calls, and the numbers of offload groups, unless several micro-batches share them."""
+
+class ForwardOrder(Generic[Member]):
+    """The objects that are alive, by position. An object that nothing else refers to leaves by itself.
+
+    Objects of several micro-batches may be alive at once, each with a range of positions of its own. No operation takes
+    longer if more objects are alive.
+    """
+
+    def __init__(self) -> None:
+        self._alive: weakref.WeakValueDictionary[int, Member] = weakref.WeakValueDictionary()
+        self._positions = ALL_POSITIONS
+        self._taken: defaultdict[range, list[int]] = defaultdict(list)  # ascending; some objects may have left
+
+    def __len__(self) -> int:
+        return len(self._alive)
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter([member for _, member in sorted(self._alive.items())])
+
+    def begin(self, positions: range) -> None:
+        """Let the objects that are added from now on have these positions, until this method is called again."""
+        self._positions = positions
+
+    @property
+    def next_key(self) -> int:
+        """The position of an object that begins now: behind those that are alive."""
+        taken = self._taken[self._positions]
+        while taken and taken[-1] not in self._alive:
+            taken.pop()
+        return taken[-1] + 1 if taken else self._positions.start
+
+    def add(self, key: int, member: Member) -> None:
+        """Add an object that begins, at the next position."""
+        self._taken[self._positions].append(key)
+        self._alive[key] = member
+
+    def remove(self, key: int, member: Member) -> None:
+        """Remove an object that has ended."""
+        if self._alive.get(key) is member:
+            del self._alive[key]
+
+    def before(self, key: int) -> Member | None:
+        """Return the object before a position, which the backward needs next; `None` if there is none."""
+        return self._alive.get(key - 1) if key - 1 in self._positions else None
+
+    def clear(self) -> None:
+        """Forget all objects of an interrupted step."""
+        self._alive.clear()
 
 
 class OffloadGroup:
@@ -36,23 +88,20 @@ class OffloadGroup:
 
     Args:
         groups: Brings groups back in the order of the backward.
-        number: Position among the groups that are alive, in the order of the forward.
+        key: Position among the groups that are alive, in the order of the forward.
         memory: The memory in which the slot is leased; `None` if all tensors stay on the device.
         swap: Whether the slot leaves the device.
         size: Size of the slot; `None` for the largest.
 
     Attributes:
         slot: The slot; `None` if all tensors stay on the device.
-        checks: Compares tensors that come back with what was put; `None` if they are not compared.
     """
 
     def __init__(
-        self, groups: OffloadGroups, number: int, memory: SlotMemory | None, swap: bool, size: SlotSize | None = None
+        self, groups: OffloadGroups, key: int, memory: SlotMemory | None, swap: bool, size: SlotSize | None = None
     ) -> None:
-        self.number = number
-        self.slot = None if memory is None else memory.lease(number, swap, size)
-        checked = memory is not None and memory.check_restored and swap
-        self.checks = SlotChecksums(self.slot) if checked and self.slot is not None else None
+        self.key = key
+        self.slot = None if memory is None else memory.lease(key, swap, size)
         self._groups = groups
         self._memory = memory
         self._registry: Registry[SlotView] = Registry()
@@ -93,18 +142,14 @@ class OffloadGroup:
         """Return a tensor on the device, in the backward. The whole group comes back at once."""
         if isinstance(handle, Tensor):
             return handle
-        if isinstance(handle, KeptTensor):
+        if isinstance(handle, NotedTensor):
             return handle.unchanged("a layer")
         if isinstance(handle, ShardedHandle):
             return handle.wrap(self.load(handle.local))
         if isinstance(handle, WrappedHandle):
             return handle.wrap(self.load)
         self.begin_backward()
-        t = self.peek(handle)
-        if self.checks is not None:
-            assert isinstance(handle, SlotView)
-            self.checks.compare(handle)
-        return t
+        return self.peek(handle)
 
     def peek(self, handle: Handle) -> Tensor:
         """Return a tensor while the forward still runs."""
@@ -121,22 +166,13 @@ class OffloadGroup:
         memory = self.slot.buffer if self.slot.host is None else self.slot.host
         assert memory is not None
         stop = handle.offset_bytes + handle.size_bytes
-        checksum = None if self.checks is None else self.checks.of(handle)
         written = self.slot.to_host.arrival(stop)
-        return HostRange(handle.size_bytes, memory[handle.offset_bytes : stop], written, self.slot.copies, checksum)
-
-    def offload(self, last: bool = False) -> None:
-        """Start moving the tensors that were put so far off the device.
-
-        Args:
-            last: Whether no more tensors are going to be put.
-        """
-        if self._memory is not None and self.slot is not None:
-            self._memory.offload(self.slot, last)
+        return HostRange(handle.size_bytes, memory[handle.offset_bytes : stop], written, self.slot.copies)
 
     def end_forward(self) -> None:
         """Move all tensors off the device; no more are put, and none is needed there until the backward."""
-        self.offload(last=True)
+        if self._memory is not None and self.slot is not None:
+            self._memory.offload(self.slot)
         self._registry.clear()
 
     def begin_backward(self) -> None:
@@ -145,56 +181,41 @@ class OffloadGroup:
             self._started = True
             self._groups.fetch(self, self._memory)
 
+    def rewind(self) -> None:
+        """End a backward that another one may follow: others may take the place of the slot on the device."""
+        if self._started and self._memory is not None and self.slot is not None:
+            self._memory.rest(self.slot)
+        self._started = False
+
     def release(self) -> None:
         """Give the slot back; later use of the group raises."""
-        self._groups.close(self)
+        self._groups.remove(self.key, self)
         self._release()
 
 
-class OffloadGroups:
-    """The offload groups that are alive, in the order of the forward; the backward needs them in reverse order.
-
-    Groups of several micro-batches may be alive at once, each with a range of numbers of its own.
-    """
-
-    def __init__(self) -> None:
-        self._groups: weakref.WeakValueDictionary[int, OffloadGroup] = weakref.WeakValueDictionary()
-        self._numbers = ALL_POSITIONS
-
-    def __iter__(self) -> Iterator[OffloadGroup]:
-        return iter([group for _, group in sorted(self._groups.items())])
-
-    def begin(self, numbers: range) -> None:
-        """Let the groups that are opened and fetched from now on have these numbers, until this is called again."""
-        self._numbers = numbers
+class OffloadGroups(ForwardOrder[OffloadGroup]):
+    """The offload groups that are alive, in the order of the forward; the backward needs them in reverse order."""
 
     def open(self, memory: SlotMemory | None, swap: bool, size: SlotSize | None = None) -> OffloadGroup:
         """Return a new group behind those that are alive; see :class:`OffloadGroup` for the arguments."""
-        known = (number for number in list(self._groups) if number in self._numbers)
-        group = OffloadGroup(self, max(known, default=self._numbers.start - 1) + 1, memory, swap, size)
-        self._groups[group.number] = group
+        group = OffloadGroup(self, self.next_key, memory, swap, size)
+        self.add(group.key, group)
         return group
-
-    def close(self, group: OffloadGroup) -> None:
-        """Forget a group that gives its slot back."""
-        if self._groups.get(group.number) is group:
-            del self._groups[group.number]
 
     def fetch(self, group: OffloadGroup, memory: SlotMemory) -> None:
         """Bring a group to the device, and start bringing the one that the backward needs next."""
         assert group.slot is not None
-        memory.fetch(group.slot, group.number)
+        memory.fetch(group.slot, group.key)
         group.slot.in_backward = True
-        number = group.number - 1
-        following = self._groups.get(number) if number in self._numbers else None
+        following = self.before(group.key)
         if following is not None and following.slot is not None:
-            memory.fetch(following.slot, following.number, ahead=True)
+            memory.fetch(following.slot, following.key, ahead=True)
 
     def release(self) -> None:
         """Give back the slots of all groups, after an interrupted step."""
         for group in self:
             group.release()
-        self._groups.clear()
+        self.clear()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_memo.engine.copies.copy_events import CopyEvent
-from lightning_memo.engine.memory.checksums import Checksum, TensorLabel
+from lightning_memo.engine.copy_streams import CopyEvent
 from lightning_memo.engine.memory.host_arena import HostBuffer
 from lightning_memo.engine.memory.saved_storages import flat, is_dense, span
 from lightning_memo.engine.memory.slot_memory import SlotMemory
@@ -65,7 +64,6 @@ class SliceArguments:
         self._layouts: list[tuple[torch.Size, tuple[int, ...], torch.dtype]] = []
         self._buffers: list[HostBuffer] = []
         self._events: list[CopyEvent] = []
-        self._checks: list[Checksum] = []
 
     def add(self, arguments: Any) -> None:
         """Add the arguments of one more layer."""
@@ -100,9 +98,6 @@ class SliceArguments:
         for t in self._tensors:
             self._buffers.append(self._memory.take_host_buffer(aligned(t.nbytes)))
             self._events.append(self._memory.copy_to_host(self._buffers[-1], 0, flat(t).view(torch.uint8)))
-            if self._memory.check_restored:
-                what = TensorLabel("shared", None, self._part.start, self._part.stop)
-                self._checks.append(Checksum(what, flat(t).view(torch.uint8), t.dtype))
 
     def settle(self) -> None:
         """Wait for copies, and free the tensors on the device."""
@@ -123,9 +118,6 @@ class SliceArguments:
         """Return arguments with their tensors in place of each `Parked` and `ParkedView`."""
         while self._events:
             self._events.pop().wait()
-        while self._checks:
-            check = self._checks.pop()
-            check.compare(flat(self._tensors[len(self._checks)]).view(torch.uint8))
 
         def tensor(leaf: Any) -> Any:
             if isinstance(leaf, Parked):

@@ -9,17 +9,23 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, UntypedStorage, nn
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
+from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.memory.noted_tensors import counter_of
+from lightning_memo.engine.memory.saved_storages import byte_range, span
 from lightning_memo.utils.operator_values import tensors_in
 
 Result = TypeVar("Result")
@@ -33,8 +39,8 @@ _BATCH_NORMS = (_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_ba
 LIFTS = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
 # Seconds. Threads let go of tensors some time after the call that they serve has returned: those in which a GPU's
 # backward runs of the graph, and those of process groups of what they have sent.
-WAITS_FOR_GRAPHS = (0.01, 0.1, 1.0)
-_WAITS_FOR_SENT = (*WAITS_FOR_GRAPHS, 4.0)
+_WAITS_FOR_GRAPHS = (0.01, 0.1, 1.0)
+_WAITS_FOR_SENT = (*_WAITS_FOR_GRAPHS, 4.0)
 SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -68,7 +74,7 @@ def _written_arguments(func: OpOverload[..., Any]) -> tuple[tuple[int, str], ...
 def storage_of(t: Tensor) -> UntypedStorage | None:
     """Return the storage of a tensor; `None` for one without, for example a sparse tensor."""
     try:
-        return t.untyped_storage()
+        return Tensor.untyped_storage(t)  # a `LazyTensor` has another for users
     except (NotImplementedError, RuntimeError):
         return None
 
@@ -88,18 +94,25 @@ def kept_elsewhere(name: str) -> str:
     )
 
 
-def remains(holds: Callable[[], bool], waits: Iterable[float]) -> bool:
+def remains(holds: Callable[[], bool], sent: bool) -> bool:
     """Return whether something is held for good, and not by a thread that is about to let go of it.
 
     Args:
         holds: Returns whether it is held now.
-        waits: Seconds to wait between two looks.
+        sent: Whether it may have been sent to other processes.
     """
-    for seconds in waits:
+    for seconds in _waits(sent):
         if not holds():
             return False
         time.sleep(seconds)
     return holds()
+
+
+def _waits(sent: bool) -> tuple[float, ...]:
+    """Return the seconds to wait between two looks: none where no such threads run."""
+    if sent and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return _WAITS_FOR_SENT
+    return _WAITS_FOR_GRAPHS if torch.accelerator.is_available() or threading.active_count() > 1 else ()
 
 
 class KeptStorages:
@@ -185,7 +198,7 @@ class SideEffects(TorchDispatchMode):
 
     def keeps_tensors(self) -> bool:
         """Return whether anything that depends on the sources is still alive."""
-        return remains(lambda: bool(self._dependent.alive()), _WAITS_FOR_SENT)
+        return remains(lambda: bool(self._dependent.alive()), sent=True)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -236,3 +249,99 @@ class _DataSets(TorchFunctionMode):
         if func == SET_DATA:
             self._check(args[0], args[1])
         return func(*args, **(kwargs or {}))
+
+
+class _Places(NamedTuple):
+    """Where the values of a tensor are in its storage, in units of their size."""
+
+    itemsize: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+    stop: int
+
+    @staticmethod
+    def of(t: Tensor) -> _Places:
+        start = t.storage_offset()
+        return _Places(t.itemsize, tuple(t.shape), t.stride(), start, start + span(t))
+
+    def overlap(self, other: _Places) -> bool:
+        """Return whether any value is in both: the columns of a matrix share a range of bytes, but no values."""
+        if self.itemsize != other.itemsize:
+            return True
+        taken = torch.zeros(max(self.stop, other.stop), dtype=torch.bool)
+        taken.as_strided(self.size, self.stride, self.start).fill_(True)
+        return bool(taken.as_strided(other.size, other.stride, other.start).any())
+
+
+class _Saved(NamedTuple):
+    """The bytes of a saved tensor.
+
+    Attributes:
+        storage: Its storage, which must not live longer than without this.
+        start: Its first byte.
+        stop: The end of its bytes.
+        places: Where its values are.
+        counter: A tensor without bytes that counts the changes of the saved one.
+        version: The number of changes when it was saved.
+    """
+
+    storage: StorageWeakRef
+    start: int
+    stop: int
+    places: _Places
+    counter: Tensor
+    version: int
+
+
+class HiddenWrites(TorchDispatchMode):
+    """Notes writes to saved tensors inside this context that autograd does not notice, as through `t.data`.
+
+    Plain training then computes with the written values. A tensor that was swapped has the values that were saved.
+
+    Args:
+        call: The layer and its arguments, whose parameters, buffers and arguments are left out.
+    """
+
+    def __init__(self, call: LayerCall) -> None:
+        super().__init__()
+        self._name = call.name
+        held = [*call.layer.parameters(), *call.layer.buffers(), *tree_leaves((call.args, call.kwargs))]
+        self._held = {t.untyped_storage()._cdata for t in held if _is_plain(t)}
+        self._saved: dict[int, list[_Saved]] = {}
+        self._written: list[_Saved] = []
+
+    def note(self, t: Tensor) -> None:
+        """Note that autograd saves a tensor."""
+        if not _is_plain(t) or t.is_inference() or (key := t.untyped_storage()._cdata) in self._held:
+            return
+        storage = StorageWeakRef(t.untyped_storage())
+        saved = _Saved(storage, *byte_range(t), _Places.of(t), counter_of(t), t._version)
+        self._saved.setdefault(key, []).append(saved)
+
+    def refuse(self) -> None:
+        """Refuse writes to saved tensors that count no change.
+
+        Raises:
+            ValueError: There was one.
+        """
+        if any(saved.counter._version == saved.version for saved in self._written):
+            raise ValueError(
+                f"{self._name} writes through .data into its input, or into a tensor that autograd has saved, and what "
+                "is swapped are the values before that: write into a copy (t = t.clone())"
+            )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for t in filter(_is_plain, written_in_schema(func, args, kwargs or {})):
+            start, stop = byte_range(t)
+            for saved in self._saved.get(t.untyped_storage()._cdata, ()):
+                near = saved.start < stop and start < saved.stop and not saved.storage.expired()
+                if near and saved.places.overlap(_Places.of(t)):
+                    self._written.append(saved)
+        return func(*args, **kwargs or {})
+
+
+def _is_plain(t: Any) -> bool:
+    return type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided

@@ -18,6 +18,8 @@ from torch.autograd.graph import Node
 from lightning_memo.engine.forward.intercept import OwnMode
 from lightning_memo.engine.forward.matrix_products import WEIGHT_PLACES
 from lightning_memo.engine.memory.saved_storages import Registry
+from lightning_memo.engine.saved_tensors.side_effects import address_of
+from lightning_memo.parallel.local_tensors import local_part
 
 _COPY: Final = "ToCopyBackward0"
 _VIEWS: Final = {"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0"}
@@ -30,6 +32,7 @@ class WeightCopy:
     Attributes:
         weight: The weight.
         version: The version of the weight when the copy was made.
+        address: The address of its storage at that time, which `weight.data = ...` changes.
         dtype: The dtype of the copy.
         shape: Shape of the view.
         stride: Strides of the view.
@@ -38,6 +41,7 @@ class WeightCopy:
 
     weight: nn.Parameter
     version: int
+    address: int
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
@@ -48,7 +52,9 @@ class WeightCopy:
         """Return what makes `t` again from its weight; `None` if `t` is no plain copy of a whole weight."""
         if weight is None or t.untyped_storage().nbytes() != weight.numel() * t.element_size():
             return None
-        return cls(weight, weight._version, t.dtype, t.shape, t.stride(), t.storage_offset())
+        return cls(
+            weight, weight._version, address_of(local_part(weight)), t.dtype, t.shape, t.stride(), t.storage_offset()
+        )
 
 
 class WeightCopies:
@@ -89,9 +95,9 @@ class WeightCopies:
         Raises:
             RuntimeError: The weight was changed after the forward.
         """
-        if copy.weight._version != copy.version:
+        if copy.weight._version != copy.version or address_of(local_part(copy.weight)) != copy.address:
             raise RuntimeError(
-                "a weight that the backward needs was changed in place after the forward: step the optimizer, or load "
+                "a weight that the backward needs was changed after the forward: step the optimizer, or load "
                 "weights, before the forward or after the backward"
             )
         key = id(copy.weight), copy.dtype

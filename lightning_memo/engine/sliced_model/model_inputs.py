@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_memo.engine.token_locality.user_code import hooked_parameter
-from lightning_memo.kernels.async_transfer import to_device_async
-from lightning_memo.parallel.batches.positions import right_padded_lengths
-from lightning_memo.parallel.batches.separate_documents import separate_documents
+from lightning_memo.kernels.attention_kernel import to_device_async
+from lightning_memo.parallel.batches.positions import right_padded_lengths, separate_documents
 from lightning_memo.utils.class_names import class_name
 
 IGNORED = -100
@@ -28,11 +28,14 @@ def token_tensor(inputs: dict[str, Any]) -> Tensor:
     """Return `input_ids` `[batch, tokens]`, or `inputs_embeds` `[batch, tokens, hidden]`.
 
     Raises:
-        ValueError: The inputs have neither.
+        ValueError: The inputs have neither, or it has another number of dimensions.
     """
-    for name in ("input_ids", "inputs_embeds"):
-        if isinstance(inputs.get(name), Tensor):
-            tokens: Tensor = inputs[name]
+    for name, dims in (("input_ids", 2), ("inputs_embeds", 3)):
+        tokens = inputs.get(name)
+        if isinstance(tokens, Tensor):
+            if tokens.dim() != dims:
+                shape = "[batch, tokens]" if dims == 2 else "[batch, tokens, hidden]"
+                raise ValueError(f'schedule="slice" takes {name} {shape}, but the model got {list(tokens.shape)}')
             return tokens
     raise ValueError('schedule="slice" cuts input_ids or inputs_embeds into slices, but the model got neither')
 
@@ -113,29 +116,51 @@ def check_sliceable(model: nn.Module, inputs: dict[str, Any]) -> None:
 
 
 def _check_shapes(name: str, inputs: dict[str, Any]) -> None:
-    """Check that each input of a model of this name has an entry for each token."""
-    positions = inputs.get("position_ids")
-    if positions is not None and positions.ndim != 2:
-        raise ValueError(
-            f'{name} got position_ids {list(positions.shape)}: schedule="slice" takes [batch, tokens]; for '
-            'others use schedule="layer"'
-        )
+    """Check that each input of a model of this name has an entry for each token.
+
+    Labels only have to be as many as tokens, as in the loss of transformers.
+    """
     embeds = inputs.get("inputs_embeds")
     if embeds is not None and embeds.requires_grad:
         raise ValueError(
             f'{name} got inputs_embeds that require grad: schedule="slice" takes input_ids, or embeddings without '
             'gradient; for others use schedule="layer"'
         )
-    lengths = token_tensor(inputs).shape[:2]
+    rows, tokens = token_tensor(inputs).shape[:2]
     for other, t in inputs.items():
         if not isinstance(t, Tensor) or t.dim() == 0:
             continue
-        if t.shape != lengths if other == "attention_mask" else t.is_floating_point() and t.shape[:2] != lengths:
-            taken = "masks [batch, tokens]" if other == "attention_mask" else "text"
+        taken = "text only"
+        if other in ("labels", "shift_labels"):
+            fits, taken = t.numel() == rows * tokens, f"{other} {[rows, tokens]}"
+        elif other in ("attention_mask", "position_ids"):
+            entries = (1, tokens) if other == "position_ids" else (tokens,)
+            fits, taken = t.dim() == 2 and _fits(t, rows, entries), f"{other} {[rows, tokens]}"
+        elif t.is_floating_point():
+            fits = t.shape[:2] == (rows, tokens)
+        else:  # also numbers of images or documents
+            fits = t.dim() < 2 or t.shape[0] not in (1, rows) or _fits(t, rows, (1, tokens))
+        if not fits:
             raise ValueError(
                 f"{name} got {other} {list(t.shape)}, which does not have one entry for each of the "
-                f'{lengths[1]} tokens of a row: schedule="slice" takes {taken} only; use schedule="layer"'
+                f'{tokens} tokens of a row: schedule="slice" takes {taken}; use schedule="layer"'
             )
+
+
+def _fits(t: Tensor, rows: int, entries: tuple[int, ...]) -> bool:
+    """Return whether a tensor has as many rows as the batch, or one for all, and one of some numbers of entries."""
+    return t.shape[0] in (1, rows) and t.shape[1] in entries
+
+
+def with_labels_by_row(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs with labels `[batch, tokens]`.
+
+    The loss of transformers takes labels of any shape, shifts them along their last dimension, and flattens them.
+    """
+    labels, shifted, shape = inputs.get("labels"), inputs.get("shift_labels"), token_tensor(inputs).shape[:2]
+    if shifted is None and labels is not None and labels.shape != shape:
+        shifted = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+    return inputs if shifted is None else inputs | {"shift_labels": shifted.reshape(shape)}
 
 
 def without_labels(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | int, Tensor | float]:

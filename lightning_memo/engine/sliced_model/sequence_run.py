@@ -10,7 +10,7 @@ from torch import nn
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.layers.call_attention import Core
 from lightning_memo.engine.memory.slot_memory import SlotMemory
-from lightning_memo.engine.recurrence.handed_states import HandedStates
+from lightning_memo.engine.recurrence import HandedStates
 from lightning_memo.engine.saved_tensors.parked_arguments import SliceArguments
 from lightning_memo.engine.slices.slice_schedules import SliceOutput
 from lightning_memo.kernels import RngState

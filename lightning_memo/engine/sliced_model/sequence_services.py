@@ -9,8 +9,8 @@ from torch import nn
 
 from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.engine.layers.engine_services import EngineServices
-from lightning_memo.engine.layers.plan_limits import PlanLimits
 from lightning_memo.engine.layers.token_sharing import SequenceCutter
+from lightning_memo.engine.loaded_plan import PlanLimits
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.modules.layer_classes import LayerClasses
 from lightning_memo.engine.modules.requested_settings import RequestedSettings

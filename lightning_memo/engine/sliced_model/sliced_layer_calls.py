@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from lightning_memo.engine.forward.autocast import ambient_autocast
 from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.fp8_modules import why_scaled_together
 from lightning_memo.engine.layers.call_attention import CallAttention
 from lightning_memo.engine.layers.call_meter import CallMeter, CallPosition
 from lightning_memo.engine.layers.call_storage import CallStorage, StoragePolicy
 from lightning_memo.engine.layers.hidden_states import WholeStates
 from lightning_memo.engine.layers.layer_run import LayerRun
 from lightning_memo.engine.modules.layer_probe import LayerTraits
-from lightning_memo.engine.modules.low_precision_scales import why_scaled_together
 from lightning_memo.engine.saved_tensors.call_arguments import ParkedCallArguments
 from lightning_memo.engine.sliced_model.sequence_run import SequenceRun
 from lightning_memo.engine.sliced_model.sequence_services import SequenceServices
@@ -28,7 +28,7 @@ from lightning_memo.engine.state.other_generators import OtherGenerators
 from lightning_memo.parallel.batches.loss_arguments import takes_loss_arguments, why_loss_unfit
 from lightning_memo.parallel.batches.positions import why_positions_unknown
 from lightning_memo.parallel.batches.token_layout import TokenLayout
-from lightning_memo.planner.token_slices import Action, TokenRange
+from lightning_memo.planner.token_slices import TokenRange
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face
 
@@ -106,7 +106,7 @@ def run_slice(engine: SequenceServices, sequence: SequenceRun, call: LayerCall, 
         ValueError: The layer cannot run slice after slice.
     """
     layer = key % len(engine.layers)
-    position = CallPosition(layer, key, sequence.index, sequence.slice.start)
+    position = CallPosition(layer, key, sequence.index)
     if sequence.index == 0:  # the last slice may have a single token, too few for a probe
         traits = engine.sharing.agreed(engine.layer_classes.of(call, x), x.device)
         if (why := traits.why_whole or traits.why_nest) and call.tokens > 1:
@@ -122,7 +122,7 @@ def run_slice(engine: SequenceServices, sequence: SequenceRun, call: LayerCall, 
         engine.profile.handed(layer, traits.saved)
     run = _run_of_slice(engine, sequence, call, x, position)
     engine.limits.begin_call(key, parts=len(sequence.slices))
-    engine.calls.add(run)
+    engine.calls.add(key, run)
     if call.layer is not engine.layers[-1]:
         return run_layer_schedule(run, x)
     y, sequence.output = run_last_layer(run, x)
@@ -133,21 +133,21 @@ def _run_of_slice(
     engine: SequenceServices, sequence: SequenceRun, call: LayerCall, x: Tensor, position: CallPosition
 ) -> LayerRun:
     """Return the run of a layer call that shares arguments, attention and random state with others of the sequence."""
-    slices = (TokenRange(0, call.tokens, sequence.slice.action),)
+    slices = (TokenRange(0, call.tokens, sequence.slice.places),)
     meter = CallMeter(engine, position, slices=1)
     compresses = engine.swap is not None and engine.swap.precision == "fp8"
     policy = StoragePolicy(engine.memory, swap=True, per_slice=True, compresses=compresses)
     attended = [part.gathered(call.shards) for part in sequence.slices]
-    state = ForwardState(call.layer, ()) if sequence.slice.action is Action.RECOMPUTE else None
+    state = ForwardState(call.layer, ()) if sequence.slice.recomputes else None
     generators = OtherGenerators(()) if state is None else OtherGenerators.of(call.layer, state)
     return LayerRun(
         engine, slices, meter, ParkedCallArguments(call, x, sequence.arguments),
-        CallStorage(engine.offload_groups, policy, meter, call, x, slices[0]), WholeStates(call, x, slices),
-        CallAttention(engine, position.layer, attended, streamed=True, cores=sequence.cores(call.layer)),
+        CallStorage(engine.offload_groups, policy, meter, call.layer), WholeStates(call, x, slices),
+        CallAttention(engine, attended, streamed=True, cores=sequence.cores(call.layer)),
         sequence.handed(call.layer),
         ForwardContext(
             sequence.capture_rng(x.device), generators, MutatedBuffers(call.layer, ()), state,
             ambient_autocast(x.device.type), BufferVersions(call.layer),
         ),
-        LayerTraits("", chooses=any(traits.chooses for traits in engine.layer_classes)),
+        LayerTraits("", chooses=engine.layer_classes.chooses),
     )  # fmt: skip

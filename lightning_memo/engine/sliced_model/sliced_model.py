@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from lightning_memo.engine.layers.layer_run import LayerRun
 from lightning_memo.engine.saved_tensors.offload_group import Handle, OffloadGroup
 from lightning_memo.engine.saved_tensors.parked_arguments import SliceArguments
-from lightning_memo.engine.sliced_model.absent_logits import AbsentLogits
 from lightning_memo.engine.sliced_model.model_inputs import (
     IGNORED,
     check_sliceable,
@@ -26,6 +25,7 @@ from lightning_memo.engine.sliced_model.model_inputs import (
     named_inputs,
     on_device,
     token_tensor,
+    with_labels_by_row,
     without_labels,
 )
 from lightning_memo.engine.sliced_model.outside_layers import OutsideLayers
@@ -37,6 +37,11 @@ from lightning_memo.parallel.batches.positions import largest_position
 from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.parallel.zero.fsdp_units import as_one_forward
 from lightning_memo.planner.token_slices import TokenRange
+
+_MESSAGE = (
+    'with schedule="slice", the logits of a sequence are never held, but the training step uses them: use the loss of '
+    'the output only, or schedule="layer"'
+)
 
 
 class SlicedModel:
@@ -75,7 +80,8 @@ class SlicedModel:
         tail = [p for p in tail if p not in inner]
         checked = functools.partial(self._run_slice, model, forward, tokens.shape[1])
         step = SlicedForward(self._engine, checked, inputs, documents_of(model, inputs, len(tokens)))
-        loss = _SliceBySlice.apply(step, torch.zeros((), device=self._engine.device, requires_grad=True), *tail)
+        anchor = torch.zeros((), device=self._engine.device, requires_grad=True).clone()
+        loss = _SliceBySlice.apply(step, anchor, *tail)
         return step.output_type(loss=loss, logits=AbsentLogits())
 
     def _run_slice(self, model: nn.Module, forward: Callable[..., Any], tokens: int, **inputs: Any) -> Any:
@@ -104,7 +110,7 @@ class SlicedForward:
         inputs: dict[str, Any],
         documents: tuple[tuple[int, ...], ...] | None = None,
     ) -> None:
-        tokens = token_tensor(inputs)
+        tokens, inputs = token_tensor(inputs), with_labels_by_row(inputs)
         self._engine, self._forward = engine, forward
         self._inputs, self._count, self._factor = without_labels(inputs)
         self._labels, self._shifted = inputs.get("labels"), inputs.get("shift_labels")
@@ -168,8 +174,6 @@ class SlicedForward:
         """Start moving what the backward of a slice's layers needs to the host."""
         group = self._engine.offload_groups.open(run.storage.memory, swap=True)
         handle = group.put(gradient)
-        if group.checks is not None:
-            group.checks.note(handle, run.storage.label("output gradient"))
         self._ends.append((run, token, group, handle))
         group.end_forward()
         arguments.leave()
@@ -182,8 +186,11 @@ class SlicedForward:
         whole = self._layout.tokens
 
         def narrow(value: Any) -> Any:
-            per_token = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == whole
-            return value.narrow(1, part.start, part.tokens) if per_token else value
+            if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[1] != whole:
+                return value
+            of_slice = value.narrow(1, part.start, part.tokens)
+            # Layers get views of it, which a recomputation reads; see Note: [Values that are read later].
+            return of_slice.clone() if value.device == self._engine.device else of_slice
 
         inputs = {name: narrow(value) for name, value in self._inputs.items()}
         labels = self._targets(part).contiguous()  # losses of transformers view them
@@ -199,11 +206,16 @@ class _SliceBySlice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: SlicedForward, anchor: Tensor, *tail: nn.Parameter) -> Tensor:
         loss, ctx.sums = step.forward(tail)
-        ctx.step, ctx.dtypes = step, [p.dtype for p in tail]
+        ctx.step, ctx.dtypes, ctx.anchor = step, [p.dtype for p in tail], anchor.grad_fn
         return loss
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        if not torch._C._will_engine_execute_node(ctx.anchor):
+            raise RuntimeError(
+                'schedule="slice" computes all gradients in one backward(), and none for torch.autograd.grad or '
+                'backward(inputs=...): call loss.backward(), or use schedule="layer"'
+            )
         sums, ctx.sums = ctx.sums, None
         if sums is None:
             raise RuntimeError(
@@ -242,3 +254,19 @@ def _refuse_other_losses(loss: Tensor) -> None:
                 'compute by itself: use schedule="layer"'
             )
         waiting.extend(following for following, _ in node.next_functions)
+
+
+class AbsentLogits:
+    """Raises a `ValueError` wherever it is used."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # protocols that this has not
+            raise AttributeError(name)
+        raise ValueError(_MESSAGE)
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise ValueError(_MESSAGE)
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> NoReturn:
+        raise ValueError(_MESSAGE)

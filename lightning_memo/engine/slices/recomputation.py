@@ -1,9 +1,10 @@
-"""The recomputation of a slice: its forward runs again in the backward."""
+"""The recomputation of a slice: its forward runs again in the backward, apart from products that are in storage."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Callable
 from typing import Final, Protocol
 
 import torch
@@ -12,24 +13,29 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_memo.engine.attention.attention_sinks import merge_sinks
-from lightning_memo.engine.copies.timeline_recorder import Subject
 from lightning_memo.engine.forward.collected_outputs import collecting_nothing
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.known_tensor import as_function_of
-from lightning_memo.engine.forward.matrix_products import ProductMode
+from lightning_memo.engine.forward.matrix_products import AnsweredProduct, Compute, MeasuredProduct, ProductMode
 from lightning_memo.engine.forward.repeated_choices import RepeatedChoices
 from lightning_memo.engine.layers.call_storage import SliceStorage
 from lightning_memo.engine.layers.layer_run import LayerRun
+from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.memory.saved_storages import resolved
-from lightning_memo.engine.recurrence.intercept_states import handing
-from lightning_memo.engine.recurrence.state_functions import StateCall
+from lightning_memo.engine.recurrence import StateCall, handing
 from lightning_memo.engine.saved_tensors.saved_sums import SavedSums
-from lightning_memo.engine.slices.recomputed_products import AnsweredProducts, MeasuredProducts
+from lightning_memo.engine.slices.recomputed_sums import SumMode
 from lightning_memo.engine.slices.saved_attention import SavedAttention, StartState
+from lightning_memo.engine.state.forward_context import ForwardDraws, RepeatedDraws
+from lightning_memo.engine.timeline_recorder import Subject
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState
 from lightning_memo.planner.token_slices import TokenRange
+from lightning_memo.utils.retained_graph import NOT_RETAINED
 
 NEVER_DIFFERENTIATED: Final = "a recomputed graph is never differentiated"
+
+# The last adapted module of a layer rarely saves more tensors: its input, the mask of dropout, and `A(x)`.
+_SAVED_BY_LAST = 4
 
 
 class EnoughError(BaseException):
@@ -68,10 +74,7 @@ class Recomputed:
         if isinstance(node, BackwardCFunction):  # whose backward may read `ctx.saved_tensors` more than once
             t = self._read.get(number) if t is None else self._read.setdefault(number, t)
         if t is None:
-            raise RuntimeError(
-                "a recomputed activation was asked for twice: a second backward through the same graph "
-                "(retain_graph) is not supported: sum the losses, or run a forward for each"
-            )
+            raise RuntimeError(NOT_RETAINED)
         self._taken_bytes += t.nbytes
         self.most_taken_bytes = max(self.most_taken_bytes, self._taken_bytes)
         return t
@@ -92,6 +95,7 @@ class RecomputedSlice(Protocol):
         saved: Shapes and dtypes of the tensors that the forward saved.
         choices: Indices that the layer chose by values.
         sums: Sums of the saved tensors, if the recomputed ones are to be compared.
+        draws: The random states of the forward.
     """
 
     run: LayerRun
@@ -105,6 +109,7 @@ class RecomputedSlice(Protocol):
     saved: list[tuple[torch.Size, torch.dtype]]
     choices: list[Tensor]
     sums: SavedSums | None
+    draws: ForwardDraws
 
     @property
     def number(self) -> int:
@@ -133,6 +138,7 @@ class _Recomputation:
         self._part = part
         self._found = Recomputed()
         self._starts = iter(part.starts)
+        self._draws = RepeatedDraws(part.run.call.name, part.draws) if part.draws.changed else None
 
     def run(self) -> Recomputed:
         part, run = self._part, self._part.run
@@ -142,7 +148,7 @@ class _Recomputation:
         with contextlib.ExitStack() as stack:
             stack.enter_context(run.engine.recorder.computing("recompute", part.subject))
             stack.enter_context(contextlib.suppress(EnoughError))
-            copies = stack.enter_context(run.forward_context.replayed())
+            copies = stack.enter_context(run.forward_context.replayed(part.draws))
             stack.enter_context(run.arguments.with_copies(copies))
             stack.enter_context(collecting_nothing())
             stack.enter_context(saved_tensors_hooks(self._record, _refuse))
@@ -154,6 +160,8 @@ class _Recomputation:
             stack.enter_context(run.arguments.casting())
             if part.choices:
                 stack.enter_context(RepeatedChoices(part.choices, run.arguments))
+            if self._draws is not None:
+                stack.enter_context(self._draws)
             if mode := self._product_mode():
                 stack.enter_context(mode)
             run.arguments.restored_call().run(as_function_of(x, x), part.range)
@@ -179,6 +187,10 @@ class _Recomputation:
     def _enough(self) -> bool:
         return len(self._found.saved) == len(self._part.saved) and len(self._found.qkv) == len(self._part.attentions)
 
+    def _check_draws(self) -> None:
+        if self._draws is not None:
+            self._draws.check(len(self._found.saved) + len(self._found.qkv))
+
     def _stop_if_enough(self) -> None:
         if self._enough:
             raise EnoughError
@@ -186,6 +198,7 @@ class _Recomputation:
     def _record(self, t: Tensor) -> None:
         t = resolved(t)
         if t not in self._part.run.arguments:
+            self._check_draws()
             self._check(t)
             self._found.saved.append(t.detach())
             self._stop_if_enough()
@@ -204,6 +217,7 @@ class _Recomputation:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         part, number = self._part, len(self._found.qkv)
+        self._check_draws()
         self._found.qkv.append((q.detach(), k.detach(), v.detach()))
         if part.sums is not None and not part.sums.attention_alike(number, q, k, v):
             raise RuntimeError(_other_values(part.run.call.name))
@@ -214,8 +228,11 @@ class _Recomputation:
                 noted = saved.call.again(part.run.call.name)
                 again = core.forward_again(part.number, *self._found.qkv[number], noted)
                 self._found.results[number] = merge_sinks(again, noted.sinks)
+            if self._draws is not None:
+                self._draws.check_state(part.rng_after_attention[number])
         self._stop_if_enough()
-        part.rng_after_attention[number].restore()
+        if part.draws.changed:
+            part.rng_after_attention[number].restore()
         known = self._found.results[number].out if saved.out is None else part.storage.load(saved.out)
         return as_function_of(known, q, k, v, spec.sinks)
 
@@ -266,11 +283,87 @@ class RecomputedKeysValues:
 
 def _other_values(layer: str) -> str:
     return (
-        f"{layer} was recomputed with other values than in its forward: it reads something besides inputs, weights, "
-        "attributes and random states (a global variable, for example) that has changed since: change it after the "
-        "backward only"
+        f"{layer} was recomputed with other values than in its forward: an input or a weight was written since without "
+        "a trace (through .data), or something else that it reads (a global variable) has changed: change it after "
+        "the backward only"
     )
 
 
 def _refuse(_: None) -> Tensor:
     raise RuntimeError(NEVER_DIFFERENTIATED)
+
+
+class AnsweredProducts:
+    """Reads products from storage, and computes those that are not there.
+
+    Args:
+        storage: Stores the tensors of the slice.
+        remaining: Returns how many tensors the forward saved behind the present point.
+    """
+
+    def __init__(self, storage: SliceStorage, remaining: Callable[[], int]) -> None:
+        self._storage, self._remaining = storage, remaining
+        self._sum: SumMode | None = None
+
+    def product(self, name: str, compute: Compute) -> Tensor:
+        stored = self._stored(name)
+        if stored is None:
+            return compute()
+        with AnsweredProduct(stored):
+            return compute()
+
+    def term(self, name: str, compute: Compute) -> Tensor:
+        # A plan that was made while something else read terms stores products by themselves.
+        if self._sum is None or self._storage.products.get(name) is not None:
+            return self.product(name, compute)
+        return self._sum.term(name, compute)
+
+    def sum(self, name: str, compute: Compute) -> Tensor:
+        stored, self._sum = self._stored(name), None
+        if stored is None and self._remaining() > _SAVED_BY_LAST:
+            return compute()  # terms of modules before the last one are read, and a mode costs time
+        with SumMode(stored) as self._sum:
+            out = compute()
+        self._sum.finish()
+        return out
+
+    def _stored(self, name: str) -> Tensor | None:
+        handle = self._storage.products.get(name)
+        return None if handle is None else self._storage.load(handle)
+
+
+class MeasuredProducts:
+    """Notes the time of each product that a recomputation computes.
+
+    Args:
+        profile: Profile of the step.
+        layer: Position of the layer call.
+    """
+
+    def __init__(self, profile: StepProfile, layer: int) -> None:
+        self._profile, self._layer = profile, layer
+        self._sum: SumMode | None = None
+
+    def product(self, name: str, compute: Compute) -> Tensor:
+        with MeasuredProduct(self._profile.now) as measured:
+            out = compute()
+        if (product := measured.out) is not None:
+            self._profile.product(self._layer, name, product.shape[0], product.nbytes, [measured.span])
+        return out
+
+    def term(self, name: str, compute: Compute) -> Tensor:
+        assert self._sum is not None
+        return self._sum.term(name, compute)
+
+    def sum(self, name: str, compute: Compute) -> Tensor:
+        with SumMode(None, self._profile.now) as self._sum:
+            out = compute()
+        self._sum.finish()
+        if (spans := self._sum.spans_of(out)) is not None:
+            rows = out.numel() // max(out.shape[-1], 1)
+            self._profile.product(self._layer, name, rows, out.nbytes, spans)
+            return out
+        for term in self._sum.terms:
+            if not term.changed:
+                self._profile.product(self._layer, term.name, term.rows, term.size_bytes, term.spans)
+        return out

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_memo.engine.attention.keys_values import KeysValuesSource
-from lightning_memo.engine.memory.saved_storages import version_of
+from lightning_memo.engine.attention.sliced_attention import KeysValuesSource
+from lightning_memo.engine.memory.noted_tensors import NotedTensor
 from lightning_memo.engine.saved_tensors.offload_group import Handle
 from lightning_memo.kernels import AttentionSpec
 
@@ -21,12 +21,12 @@ class NotedCall:
     """
 
     _spec: AttentionSpec
-    _versions: tuple[int, ...]
+    _masks: tuple[NotedTensor, ...]
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> NotedCall:
         """Note a call in the forward."""
-        return cls(spec, _versions(spec))
+        return cls(spec, tuple(NotedTensor.of(mask) for mask in (spec.mask, spec.whole_mask) if mask is not None))
 
     def again(self, layer: str) -> AttentionSpec:
         """Return the call.
@@ -37,16 +37,12 @@ class NotedCall:
         Raises:
             RuntimeError: A mask was changed in place since the forward.
         """
-        if _versions(self._spec) != self._versions:
-            raise RuntimeError(
+        for mask in self._masks:
+            mask.check(
                 f"the attention mask of {layer} was changed in place between a forward and its backward, which needs "
                 "its values: give each forward a mask of its own, or change it after the backward"
             )
         return self._spec
-
-
-def _versions(spec: AttentionSpec) -> tuple[int, ...]:
-    return tuple(version_of(mask) for mask in (spec.mask, spec.whole_mask) if mask is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from lightning_memo.engine.attention.attention_sinks import detached, gradient_of_sinks, merge_sinks
-from lightning_memo.engine.attention.keys_values import KeysValuesSource
+from lightning_memo.engine.attention.sliced_attention import KeysValuesSource
 from lightning_memo.engine.forward.as_written import run_as_written
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.matrix_products import ProductMode
@@ -21,9 +21,9 @@ from lightning_memo.engine.forward.repeated_choices import NotedChoices
 from lightning_memo.engine.layers.call_storage import SliceStorage
 from lightning_memo.engine.layers.layer_run import LayerRun
 from lightning_memo.engine.memory.block_reader import token_rows
-from lightning_memo.engine.memory.saved_storages import KeptTensor, resolved
-from lightning_memo.engine.recurrence.intercept_states import handing
-from lightning_memo.engine.recurrence.state_functions import StateCall
+from lightning_memo.engine.memory.noted_tensors import NotedTensor
+from lightning_memo.engine.memory.saved_storages import resolved
+from lightning_memo.engine.recurrence import StateCall, handing
 from lightning_memo.engine.saved_tensors.offload_group import Handle, KeysValues
 from lightning_memo.engine.saved_tensors.parked_arguments import ParkedView
 from lightning_memo.engine.saved_tensors.weight_copies import WeightCopy
@@ -32,7 +32,8 @@ from lightning_memo.engine.slices.recomputation import Recomputed, RecomputedKey
 from lightning_memo.engine.slices.saved_attention import NotedCall, SavedAttention, StartState
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState
 from lightning_memo.parallel.local_tensors import ShardedHandle, local_part
-from lightning_memo.planner.token_slices import Action, TokenRange
+from lightning_memo.planner.token_slices import TokenRange
+from lightning_memo.utils.retained_graph import graph_is_retained
 
 
 class SliceRun:
@@ -45,6 +46,7 @@ class SliceRun:
         x: The slice's input.
 
     Attributes:
+        recomputes: Whether the slice's activations are recomputed.
         storage: Stores the tensors that the slice saves.
         gaps: Whether the slice's input has gaps, because it is a part of a tensor of several rows.
         attentions: What the backward of each attention call needs.
@@ -53,10 +55,12 @@ class SliceRun:
         saved: Shapes and dtypes of the tensors that a recomputation has to deliver.
         choices: Indices that the layer chose by values, for the recomputation.
         sums: Sums of the saved tensors, if recomputed values are to be compared with the forward's.
+        draws: The random states of the forward.
     """
 
     def __init__(self, run: LayerRun, index: int, part: TokenRange, x: Tensor) -> None:
         self.run, self.index, self.range = run, index, part
+        self.recomputes = part.recomputes
         self.subject = run.meter.slice_subject(index)
         self.storage = SliceStorage(run.storage, run.arguments, run.begin_backward, part, x)
         self.gaps = not x.is_contiguous()
@@ -67,13 +71,11 @@ class SliceRun:
         self.choices: list[Tensor] = []
         compared = self.recomputes and run.forward_context.comparable
         self.sums = run.engine.comparison.sums_of(run.key) if compared else None
+        noted = run.engine.comparison.draws or run.engine.profile is not None
+        self.draws = run.forward_context.draws(noted and self.recomputes)
         self._in_forward = False
         self._recomputed: Recomputed | None = None
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether the slice's activations are recomputed."""
-        return self.range.action is Action.RECOMPUTE
+        run.parts.add(self)
 
     @property
     def number(self) -> int:
@@ -94,7 +96,7 @@ class SliceRun:
             if run.needs_mode:
                 stack.enter_context(run.call.mode(self.range))
             stack.enter_context(run.arguments.casting())
-            if self.recomputes and self.range.places is not None:
+            if self.recomputes and self.range.has_products:
                 stack.enter_context(ProductMode(run.call.layer, self.storage))
             if self.recomputes and run.chooses:
                 stack.enter_context(NotedChoices(self.choices.append, run.arguments))
@@ -104,6 +106,9 @@ class SliceRun:
             with refusing_transforms(run.call.name):
                 yield
         self._in_forward = False
+        if self.recomputes:
+            self.draws.end_forward()
+            run.engine.comparison.draws |= self.draws.changed
 
     def call(self, x: Tensor) -> Any:
         """Run the layer's own forward on these tokens."""
@@ -124,6 +129,7 @@ class SliceRun:
                     run.meter.profile.recomputed(run.position.layer, part, run.call.layer, swapped_bytes=swapped_bytes)
             if self.sums is not None:
                 self.sums.note(len(self.saved), t)
+            self.draws.note()
             self.saved.append((t.shape, t.dtype))
             return len(self.saved) - 1
         if known is None:
@@ -136,7 +142,7 @@ class SliceRun:
             refuse_inner_backward(self.run.call.name)
         if isinstance(handle, int):
             return self.recompute().take(handle)
-        if isinstance(handle, (KeptTensor, ParkedView, WeightCopy)):
+        if isinstance(handle, (NotedTensor, ParkedView, WeightCopy)):
             return self.run.arguments.load(handle)
         return self.storage.load(handle)
 
@@ -161,13 +167,14 @@ class SliceRun:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         """Answer an attention call of the layer's forward in the schedule "layer"."""
         self.run.check_sliceable(spec)
-        self.note_sums(q, k, v)
+        self.note_attention(q, k, v)
         out: Tensor = _SliceAttention.apply(self, detached(spec), q, k, v, spec.sinks)
         self.rng_after_attention.append(RngState.capture(q.device, self.run.forward_context.rng))
         return out
 
-    def note_sums(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Note queries, keys and values of the next attention call, if recomputed ones are to be compared with them."""
+    def note_attention(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Note with what the next attention call begins, if a recomputation is to be compared with that."""
+        self.draws.note()
         if self.sums is not None:
             self.sums.note_attention(len(self.attentions), q, k, v)
 
@@ -217,7 +224,7 @@ class SliceRun:
 
     def _store_keys(self, k: Tensor, v: Tensor) -> KeysValuesSource:
         storage = self.storage
-        if self.recomputes and self.range.places is not None:
+        if self.range.place("key") is None:
             return RecomputedKeysValues(self, len(self.attentions), k, v)
         if self.run.storage.per_slice:  # as rows of tokens, so that those of several slices join to one block
             return KeysValues(storage.group, storage.store("key", token_rows(k)), storage.store("value", token_rows(v)))
@@ -266,14 +273,20 @@ class SliceRun:
             self.run.engine.recorder.begin("slice", self.subject)
 
     def end_backward(self) -> None:
-        """End the slice's backward, and give its memory back."""
+        """End the slice's backward, and give its memory back, unless the graph is kept for another backward."""
         self.run.engine.recorder.end("slice", self.subject)
         profile = self.run.engine.profile
         if profile is not None and self._recomputed is not None:
             profile.most_read_bytes = max(profile.most_read_bytes, self._recomputed.most_taken_bytes)
         self._recomputed = None
-        self.attentions, self.choices, self.starts = [], [], []
-        self.storage.end_backward()
+        if not graph_is_retained():
+            self.attentions, self.choices, self.starts = [], [], []
+            self.storage.end_backward()
+
+    def rewind(self) -> None:
+        """Drop what a backward has made, so that another one can run."""
+        self._recomputed = None
+        self.storage.rewind()
 
 
 class _SliceAttention(torch.autograd.Function):

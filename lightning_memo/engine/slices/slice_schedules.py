@@ -21,8 +21,13 @@ import torch
 from torch import Tensor
 
 from lightning_memo.engine.attention.attention_sinks import detached, gradient_of_sinks, merge_sinks
-from lightning_memo.engine.forward.collected_outputs import collect_joined, collecting_apart
-from lightning_memo.engine.forward.layer_output import SideValues, TokenPlace, split_output
+from lightning_memo.engine.forward.collected_outputs import (
+    SideValues,
+    TokenPlace,
+    collect_joined,
+    collecting_apart,
+    split_output,
+)
 from lightning_memo.engine.layers.layer_run import LayerRun
 from lightning_memo.engine.slices.saved_attention import NotedCall
 from lightning_memo.engine.slices.slice_run import SliceRun
@@ -159,7 +164,7 @@ class _Nest:
 
     def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         self._qkv.append((q, k, v))
-        self._slices[number].note_sums(q, k, v)
+        self._slices[number].note_attention(q, k, v)
         if number + 1 < len(self._inputs):
             self.run(number + 1)
         else:

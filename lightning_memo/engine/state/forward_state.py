@@ -183,7 +183,8 @@ class _RefusedReads(TorchDispatchMode):
         for t in () if getattr(func, "is_view", False) else tensors_in(args, kwargs):
             for part in plain_parts(t):
                 if (name := self._names.get(part.untyped_storage()._cdata)) is not None:
-                    raise RuntimeError(f"{name} ({self._layer}) {self._change}")
+                    where = "" if name.startswith(f"{self._layer}.") else f" ({self._layer})"
+                    raise RuntimeError(f"{name}{where} {self._change}")
         return func(*args, **kwargs or {})
 
 

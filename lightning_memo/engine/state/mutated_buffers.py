@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_memo.engine.memory.saved_storages import version_of
+from lightning_memo.engine.memory.noted_tensors import version_of
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 
 

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from lightning_memo.engine.state.held_names import Globals, HeldNames, Namespace
+from lightning_memo.engine.state.names_of_code import Globals, HeldNames, Namespace
 from lightning_memo.engine.state.python_state import Generator, PythonState, is_generator
 from lightning_memo.engine.state.user_objects import is_of_a_library
 from lightning_memo.utils.python_objects import functions_held

@@ -45,7 +45,13 @@ class OtherGenerators:
 
     def drawn(self) -> list[Generator]:
         """Return the generators that have been used since."""
-        return [generator for generator, state in self._states if not _same(_state_of(generator), state)]
+        return [generator for generator, _ in self.used()._states]
+
+    def used(self) -> OtherGenerators:
+        """Return these states of the generators that have been used since."""
+        found = OtherGenerators(())
+        found._states = [(each, state) for each, state in self._states if not _same(_state_of(each), state)]
+        return found
 
     def present(self) -> OtherGenerators:
         """Return the present states of the same generators."""

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_memo.engine.state.held_names import HeldNames, Slots
 from lightning_memo.engine.state.held_values import NOTHING, ClassAttributes, Held, name_of
-from lightning_memo.engine.state.names_of_code import NamesOfCode
+from lightning_memo.engine.state.names_of_code import HeldNames, NamesOfCode, Slots
 from lightning_memo.engine.state.user_objects import attributes_of, classes_of, is_users
 from lightning_memo.utils.containers import Array, Container, array_of, copied, entries_of, size_of
 from lightning_memo.utils.python_objects import package_of, slots_of

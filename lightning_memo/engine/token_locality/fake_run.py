@@ -7,7 +7,8 @@ import gc
 import logging
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NoReturn, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,9 @@ from torch.utils._pytree import tree_map_only
 from lightning_memo.engine.forward.cut_tokens import token_dim_of
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.recurrence.intercept_states import StateHandler, handing
-from lightning_memo.engine.recurrence.state_functions import StateCall
+from lightning_memo.engine.recurrence import StateCall, StateHandler, handing
 from lightning_memo.engine.saved_tensors.side_effects import (
     LIFTS,
-    WAITS_FOR_GRAPHS,
     KeptStorages,
     address_of,
     kept_elsewhere,
@@ -30,9 +29,8 @@ from lightning_memo.engine.saved_tensors.side_effects import (
     written_by,
 )
 from lightning_memo.engine.state.held_values import name_of
+from lightning_memo.engine.state.layer_state import why_not_written
 from lightning_memo.engine.state.python_state import PythonState
-from lightning_memo.engine.state.tensor_attributes import why_not_written
-from lightning_memo.engine.token_locality.kept_constants import KeptConstants
 from lightning_memo.engine.token_locality.stand_ins import (
     LocalFunctions,
     Unusable,
@@ -47,7 +45,8 @@ from lightning_memo.engine.token_locality.user_code import (
     without_global_hooks,
     without_parameter_hooks,
 )
-from lightning_memo.planner.token_slices import Action, TokenRange
+from lightning_memo.planner.token_slices import KEPT, TokenRange
+from lightning_memo.utils.around_forward import without_saved_tensors_hooks
 from lightning_memo.utils.operator_values import tensors_in
 from lightning_memo.utils.user_errors import RefusedAtAnyLength
 
@@ -58,20 +57,166 @@ _aten = torch.ops.aten
 # Views that PyTorch computes anew each time, and as which it knows `view`, of which it keeps the result.
 _VIEWS = (_aten._reshape_alias.default, _aten._unsafe_view.default)
 _WITH_VALUES = (Tensor, nn.Parameter)
+_MOST_ENTRIES = 2**22  # of a constant
+
+
+def trial(name: str, run: Callable[[TrialMode], Result]) -> Result:
+    """Run something on fake tensors, of which none is left behind, and return its result, which holds no tensors.
+
+    Constants that it keeps elsewhere get values. It then runs once more, as it does from then on.
+
+    Args:
+        name: Name of the layer, module or model, for messages.
+        run: Runs it.
+
+    Raises:
+        RefusedAtAnyLength: It keeps tensors elsewhere that are no constants.
+    """
+    result = run(mode := TrialMode())
+    if mode.settle(name):
+        result = run(mode := TrialMode())
+        mode.settle(name)
+    return result
+
+
+def _refuse_state(call: StateCall) -> NoReturn:
+    raise TokensMixed(f"{call.name} hands a state from token to token")
 
 
 @contextlib.contextmanager
-def _keeping_random() -> Iterator[None]:
-    """Give back what PyTorch draws from Python's generator, which is the number of a fake collective."""
-    state = random.getstate()
+def running(
+    call: LayerCall,
+    tracker: TokenTracker | None,
+    mode: TrialMode,
+    unused: Collection[Place],
+    attend: Callable[..., Tensor],
+    on_leaving: Callable[[str], None] = refuse,
+    hand: StateHandler = _refuse_state,
+) -> Iterator[LocalFunctions]:
+    """Inside this context, a layer runs on fake tensors and leaves no trace.
+
+    Args:
+        call: The layer and its arguments.
+        tracker: Knows where tensors hold tokens; `None` if that is not followed.
+        mode: Makes fake tensors.
+        unused: Attributes without which the layer has to do.
+        attend: Answers attention calls.
+        on_leaving: Told why, if the layer computes an attention call or a recurrence itself.
+        hand: Answers calls of functions that hand a state from token to token. By default they are refused.
+
+    Raises:
+        TokensMixed: The layer writes to an attribute or to an argument, which slices would do more than once.
+        RefusedAtAnyLength: The layer writes into a tensor for which this cannot be undone.
+    """
+    with (
+        _disable_current_modes(),  # a user's, which count operations, for example
+        torch.enable_grad(),
+        without_saved_tensors_hooks(),
+        without_global_hooks(),
+        _without_log(),
+        _without_autocast_cache(),
+        _prepared(call, tracker, mode, unused),
+        handling(attend, call.layer, on_leaving=on_leaving),
+        handing(call.layer, hand, on_leaving),
+        call.mode(TokenRange(0, call.tokens, KEPT)),
+        without_parameter_hooks(call.layer),
+        kernels_in_shape(),
+        _without_gradients(call.layer),
+        LocalFunctions(tracker, call.batch, call.token_dim, mode.set_data) as functions,
+    ):
+        yield functions
+
+
+@contextlib.contextmanager
+def _without_log() -> Iterator[None]:
+    """Keep PyTorch from logging that an operation does not run on tensors without values."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
     try:
         yield
     finally:
-        random.setstate(state)
+        logger.disabled = before
+
+
+@contextlib.contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Keep autocast from giving later forwards the fake copies of weights."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+@contextlib.contextmanager
+def _without_gradients(layer: nn.Module) -> Iterator[None]:
+    """Keep autograd functions that run a backward of their own from adding to the gradients of weights."""
+    before = [(p, p.grad) for p in layer.parameters()]
+    for p, _ in before:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in before:
+            p.grad = gradient
+
+
+@contextlib.contextmanager
+def _prepared(
+    call: LayerCall, tracker: TokenTracker | None, mode: TrialMode, unused: Collection[Place]
+) -> Iterator[None]:
+    """Prepare the modules of a layer for fake tensors, and undo that and the writes of a forward."""
+    before = PythonState(call.layer, ())
+    try:
+        for path, name in unused:
+            vars(call.layer.get_submodule(path))[name] = Unusable()
+        for m in call.layer.modules():
+            m._buffers.update({name: None if t is None else mode.buffer(t) for name, t in m._buffers.items()})
+            if (forward := forward_in_shape(m, tracker)) is not None:
+                m.forward = forward
+        known = PythonState(call.layer, (call.args, call.kwargs), named=True)
+        try:
+            try:
+                with refusing_python_draws(call.layer, known):
+                    yield
+            finally:  # also if tokens were mixed
+                written = _first_of(mode.written, call, known)
+            if written := known.first_written() or written:
+                raise TokensMixed(f"writes to {written}")
+        finally:
+            mode.gained += known.gained()
+            known.restore()
+    finally:
+        before.restore()
+
+
+def _first_of(written: Collection[Tensor], call: LayerCall, state: PythonState) -> str:
+    """Return the name of the first of some tensors that a layer writes into; empty if there is none.
+
+    Raises:
+        RefusedAtAnyLength: It cannot be undone.
+    """
+    buffers = set(map(id, call.layer.buffers()))
+    for t in written:
+        if why := why_not_written(call.layer, call.name, (call.args, call.kwargs), state, buffers, t):
+            raise RefusedAtAnyLength(why)
+    held = ((name_of(owner, key), address_of(t)) for owner, key, t in state.tensors)
+    addresses = set(map(address_of, written))
+    return next((name for name, address in held if address in addresses), "")
+
+
+def fake_like(tracker: TokenTracker, mode: TrialMode, call: LayerCall, t: Tensor) -> Tensor:
+    """Return a fake tensor in which another number of tokens replaces that of the call."""
+    n = token_dim_of(t, call.tokens, call.batch, call.token_dim, call.shards)
+    dims: list[Dim] = [tracker.sizes.without_tokens(size) for size in t.shape]
+    if n is not None:
+        dims[n] = tracker.sizes.of_size(t.shape[n] // call.tokens * tracker.sizes.tokens)
+    return tracker.mark(mode.input(list(map(tracker.sizes.size, dims)), t), tuple(dims))
 
 
 class TrialMode(FakeTensorMode):
-    """Makes fake tensors, and notes what runs on them leave behind.
+    """Makes fake tensors, and notes the tensors that runs on them leave behind.
 
     Attributes:
         written: The tensors with values into which an operation would have written. Their values are as before.
@@ -138,7 +283,7 @@ class TrialMode(FakeTensorMode):
         """Give constants that something has kept their values, and return whether there are any.
 
         Args:
-            name: Name of what ran, for messages.
+            name: Name of the layer, module or model that ran, for messages.
 
         Raises:
             RefusedAtAnyLength: Something has kept tensors that are no constants.
@@ -151,7 +296,7 @@ class TrialMode(FakeTensorMode):
             kept.extend(self._kept())
             return any(t not in self._constants for t in kept)
 
-        if remains(holds_others, WAITS_FOR_GRAPHS):
+        if remains(holds_others, sent=False):
             raise RefusedAtAnyLength(kept_elsewhere(name))
         if kept:
             self.gained.clear()
@@ -178,173 +323,130 @@ class TrialMode(FakeTensorMode):
         self._constants.give(made, t)
 
 
-def trial(name: str, run: Callable[[TrialMode], Result]) -> Result:
-    """Run something on fake tensors, of which none is left behind, and return its result, which holds no tensors.
-
-    Constants that it keeps elsewhere get values. It then runs once more, as it does from then on.
-
-    Args:
-        name: Name of what runs, for messages.
-        run: Runs it.
-
-    Raises:
-        RefusedAtAnyLength: It keeps tensors elsewhere that are no constants.
-    """
-    result = run(mode := TrialMode())
-    if mode.settle(name):
-        result = run(mode := TrialMode())
-        mode.settle(name)
-    return result
-
-
-def _refuse_state(call: StateCall) -> NoReturn:
-    raise TokensMixed(f"{call.name} hands a state from token to token")
-
-
 @contextlib.contextmanager
-def running(
-    call: LayerCall,
-    tracker: TokenTracker | None,
-    mode: TrialMode,
-    unused: Collection[Place],
-    attend: Callable[..., Tensor],
-    on_leaving: Callable[[str], None] = refuse,
-    hand: StateHandler = _refuse_state,
-) -> Iterator[LocalFunctions]:
-    """Inside this context, a layer runs on fake tensors and leaves no trace.
-
-    Args:
-        call: The layer and its arguments.
-        tracker: Knows where tensors hold tokens; `None` if that is not followed.
-        mode: Makes fake tensors.
-        unused: Attributes without which the layer has to do.
-        attend: Answers attention calls.
-        on_leaving: Told why, if the layer computes an attention call or a recurrence itself.
-        hand: Answers calls of functions that hand a state from token to token. By default they are refused.
-
-    Raises:
-        TokensMixed: The layer writes to an attribute or to an argument, which slices would do more than once.
-        RefusedAtAnyLength: The layer writes into a tensor for which this cannot be undone.
-    """
-    with (
-        _disable_current_modes(),  # a user's, which count operations, for example
-        torch.enable_grad(),
-        _without_saved_tensors_hooks(),
-        without_global_hooks(),
-        _without_log(),
-        _without_autocast_cache(),
-        _prepared(call, tracker, mode, unused),
-        handling(attend, call.layer, on_leaving=on_leaving),
-        handing(call.layer, hand, on_leaving),
-        call.mode(TokenRange(0, call.tokens, Action.KEEP)),
-        without_parameter_hooks(call.layer),
-        kernels_in_shape(),
-        _without_gradients(call.layer),
-        LocalFunctions(tracker, call.batch, call.token_dim, mode.set_data) as functions,
-    ):
-        yield functions
-
-
-def fake_like(tracker: TokenTracker, mode: TrialMode, call: LayerCall, t: Tensor) -> Tensor:
-    """Return a fake tensor in which another number of tokens replaces that of the call."""
-    n = token_dim_of(t, call.tokens, call.batch, call.token_dim, call.shards)
-    dims: list[Dim] = [tracker.sizes.without_tokens(size) for size in t.shape]
-    if n is not None:
-        dims[n] = tracker.sizes.of_size(t.shape[n] // call.tokens * tracker.sizes.tokens)
-    return tracker.mark(mode.input(list(map(tracker.sizes.size, dims)), t), tuple(dims))
-
-
-@contextlib.contextmanager
-def _without_saved_tensors_hooks() -> Iterator[None]:
-    """Keep hooks of users, which may keep what autograd saves, from being called.
-
-    Hooks that return the tensors would not do: with them, an operation that saves its output is never freed.
-    """
-    hooks = torch._C._autograd
-    found = []
-    while pair := hooks._top_saved_tensors_default_hooks(True):
-        hooks._pop_saved_tensors_default_hooks()
-        found.append(pair)
+def _keeping_random() -> Iterator[None]:
+    """Give back the numbers of fake collectives, which PyTorch draws from Python's generator."""
+    state = random.getstate()
     try:
         yield
     finally:
-        for pack, unpack in reversed(found):
-            hooks._push_saved_tensors_default_hooks(pack, unpack)
+        random.setstate(state)
 
 
-@contextlib.contextmanager
-def _without_log() -> Iterator[None]:
-    """Keep PyTorch from logging that an operation does not run on tensors without values."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
+class KeptConstants:
+    """Constants that a layer makes once and keeps, for example in a global dict, if it first makes them in a trial run.
 
-
-@contextlib.contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Keep autocast from giving later forwards the fake copies of weights."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)
-
-
-@contextlib.contextmanager
-def _without_gradients(layer: nn.Module) -> Iterator[None]:
-    """Keep autograd functions that run a backward of their own from adding to the gradients of weights."""
-    before = [(p, p.grad) for p in layer.parameters()]
-    for p, _ in before:
-        p.grad = None
-    try:
-        yield
-    finally:
-        for p, gradient in before:
-            p.grad = gradient
-
-
-@contextlib.contextmanager
-def _prepared(
-    call: LayerCall, tracker: TokenTracker | None, mode: TrialMode, unused: Collection[Place]
-) -> Iterator[None]:
-    """Give the modules of a layer what fake tensors need, and undo that and what a forward writes."""
-    before = PythonState(call.layer, ())
-    try:
-        for path, name in unused:
-            vars(call.layer.get_submodule(path))[name] = Unusable()
-        for m in call.layer.modules():
-            m._buffers.update({name: None if t is None else mode.buffer(t) for name, t in m._buffers.items()})
-            if (forward := forward_in_shape(m, tracker)) is not None:
-                m.forward = forward
-        known = PythonState(call.layer, (call.args, call.kwargs), named=True)
-        try:
-            try:
-                with refusing_python_draws(call.layer, known):
-                    yield
-            finally:  # also if tokens were mixed
-                written = _first_of(mode.written, call, known)
-            if written := known.first_written() or written:
-                raise TokensMixed(f"writes to {written}")
-        finally:
-            mode.gained += known.gained()
-            known.restore()
-    finally:
-        before.restore()
-
-
-def _first_of(written: Collection[Tensor], call: LayerCall, state: PythonState) -> str:
-    """Return the name of the first of some tensors that a layer writes into; empty if there is none.
-
-    Raises:
-        RefusedAtAnyLength: It cannot be undone.
+    Slopes of ALiBi, inverse frequencies and masks often live in a cache that many layers share. Fake tensors in it
+    would be of no use to any later forward. How fake tensors are made that depend on no input and on no weight is
+    therefore noted. Those that are still alive after a trial run are made again, with values. All others take no
+    memory.
     """
-    for t in written:
-        if why := why_not_written(call.layer, call.name, (call.args, call.kwargs), state, t):
-            raise RefusedAtAnyLength(why)
-    held = ((name_of(owner, key), address_of(t)) for owner, key, t in state.tensors)
-    addresses = set(map(address_of, written))
-    return next((name for name, address in held if address in addresses), "")
+
+    def __init__(self) -> None:
+        self._made: list[_Made] = []
+        self._given: dict[int, Tensor] = {}  # what stands for a tensor with values, by address
+        self._known: set[int] = set()
+
+    def give(self, fake: Tensor, real: Tensor) -> None:
+        """Note that a fake tensor stands for a tensor whose values do not change, for example a buffer."""
+        plain = type(real) is Tensor and not real.requires_grad and real.layout is torch.strided
+        if plain and real.numel() <= _MOST_ENTRIES and real.stride() == fake.stride():
+            self._given[address_of(fake)] = real
+
+    def forget(self, t: Tensor) -> None:
+        """Note that the values of a tensor are not known."""
+        self._known.discard(address_of(t))
+
+    def note(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outs: Sequence[FakeTensor],
+        given: Sequence[Tensor],
+        written: Sequence[Tensor],
+    ) -> None:
+        """Note an operation and its results, if all that it reads is known.
+
+        Args:
+            func: The operator.
+            args: Its arguments by place.
+            kwargs: Its arguments by name.
+            outs: The fake tensors that it returned.
+            given: The tensors among its arguments.
+            written: Those that it wrote into.
+        """
+        drawn = torch.Tag.nondeterministic_seeded in func.tags
+        known = func in LIFTS or all(isinstance(t, FakeTensor) and t in self for t in given)
+        known = known and not any(address_of(t) in self._given for t in written)
+        if outs and known and not drawn and all(t.numel() <= _MOST_ENTRIES for t in outs):
+            views = [_View.of(t) for t in outs]
+            self._made.append(_Made(func, tree_map_only(FakeTensor, _View.of, (args, kwargs)), views))
+            self._known.update(view.address for view in views)
+        else:  # something else may now be in it
+            self._known.difference_update(map(address_of, written))
+
+    def __contains__(self, t: Tensor) -> bool:
+        return address_of(t) in self._known or address_of(t) in self._given
+
+    @torch.no_grad()
+    def give_values(self, kept: Collection[Tensor]) -> None:
+        """Give constants their values. Those of one storage share one again."""
+        with _disable_current_modes():
+            storages = self._storages({address_of(t) for t in kept})
+            values = [_View.of(t).take(storages[address_of(t)]) for t in kept]
+        for t, real in zip(kept, values, strict=True):
+            # Whatever refers to the tensor is not known, so that the tensor itself becomes the other one.
+            vars(t).clear()
+            t.__class__ = Tensor
+            torch._C._swap_tensor_impl(t, real)  # type: ignore[attr-defined]
+
+    def _storages(self, wanted: set[int]) -> dict[int, Tensor]:
+        """Return tensors with the storages at these addresses, by address."""
+        needed: list[_Made] = []
+        for made in reversed(self._made):
+            if not wanted.isdisjoint(view.address for view in made.views):
+                needed.append(made)
+                wanted |= {leaf.address for leaf in _views_in(made.arguments)}
+        storages = dict(self._given)
+        for made in reversed(needed):
+            args, kwargs = tree_map_only(_View, lambda view: view.take(storages[view.address]), made.arguments)
+            values = tensors_in(made.func(*args, **kwargs))
+            for view, value in zip(made.views, values, strict=True):
+                assert (view.stride, view.offset) == (value.stride(), value.storage_offset()), made.func
+                storages.setdefault(view.address, value)
+        return storages
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """Stands for a fake tensor: a view of a storage."""
+
+    address: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, t: Tensor) -> _View:
+        return cls(address_of(t), t.dtype, t.shape, t.stride(), t.storage_offset())
+
+    def take(self, whole: Tensor) -> Tensor:
+        """Return this view of the storage of another tensor."""
+        empty = torch.empty(0, dtype=self.dtype, device=whole.device)
+        return empty.set_(whole.untyped_storage(), self.offset, self.shape, self.stride)
+
+
+class _Made(NamedTuple):
+    """An operation that made or changed constants."""
+
+    func: Any
+    arguments: Any
+    views: list[_View]
+
+
+def _views_in(arguments: Any) -> list[_View]:
+    found: list[_View] = []
+    tree_map_only(_View, found.append, arguments)
+    return found

@@ -2,7 +2,15 @@
 
 The layer runs on fake tensors, which have shapes but no values, for two numbers of tokens. A rule for each operator
 says whether tokens stay apart, and both runs have to make the same operations with the same numbers. The proof
-therefore holds for all weights and all inputs. What cannot be proven is taken for a layer that mixes tokens.
+therefore holds for all weights and all inputs. A layer of which that cannot be proven is taken for one that mixes
+tokens.
+
+Note: [Attributes that differ]
+Layers that are alike, as most layers of a model are, share one proof. Layers of one class may differ by plain
+attributes, for example by their position in the model. The proof for one of them holds for another one if it uses none
+of the attributes that differ. In that proof they are therefore replaced by objects that raise when they are used. A
+value that may be compared by identity (`None`, flags, functions) or that torch takes as it is (a `torch.Generator`)
+cannot be replaced so: layers that differ in it have proofs of their own.
 """
 
 from __future__ import annotations
@@ -13,32 +21,44 @@ import itertools
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map_only
 
+from lightning_memo.engine.forward.collected_outputs import TokenPlace, split_output
 from lightning_memo.engine.forward.cut_tokens import token_dim_of
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.forward.layer_output import TokenPlace, split_output
-from lightning_memo.engine.recurrence.state_functions import STATE_FUNCTIONS, StateCall
+from lightning_memo.engine.recurrence import STATE_FUNCTIONS, StateCall
 from lightning_memo.engine.token_locality.fake_run import Place, TrialMode, fake_like, running, trial
-from lightning_memo.engine.token_locality.operations_at_length import (
+from lightning_memo.engine.token_locality.stand_ins import attend_in_shape, attended, hand_in_shape, handed
+from lightning_memo.engine.token_locality.token_dims import TOKENS, TokensMixed, holds_tokens
+from lightning_memo.engine.token_locality.token_tracker import (
+    ForwardTracker,
     OperationLog,
+    Step,
+    TokenTracker,
     difference_of,
     step_of_attention,
     step_of_recurrence,
 )
-from lightning_memo.engine.token_locality.stand_ins import attend_in_shape, attended, hand_in_shape, handed
-from lightning_memo.engine.token_locality.token_dims import TOKENS, TokensMixed, holds_tokens
-from lightning_memo.engine.token_locality.token_tracker import ForwardTracker, Step, TokenTracker
 from lightning_memo.engine.token_locality.user_code import first_line, has_custom_functions, hooked_module, trial_error
-from lightning_memo.kernels import AttentionSpec
-from lightning_memo.planner.token_slices import Action, TokenRange
+from lightning_memo.planner.token_slices import KEPT, TokenRange
+from lightning_memo.utils.containers import copied, entries_of, size_of
 from lightning_memo.utils.user_errors import RefusedAtAnyLength
 
 _SHORT_TOKENS = 5
+_TABLES = set(vars(nn.Module()))
+# FSDP2's own notes on a module are objects of that module, and decide nothing that the module computes.
+_NOTES = "__composable_api_state_key"
+_STYLES = "lightning_memo.parallel.tensor."  # each module has an object of its own
+_PLAIN = frozenset({bool, int, float, complex, str, bytes})
+_CHANGING = (list, dict, set)
+_REPLACEABLE = (int, float, str, tuple, list, dict)
+_MOST_PROOFS = 8  # of layers that are alike but for attributes that they use
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +85,129 @@ class Locality:
         return any(name in STATE_FUNCTIONS for name, _ in self.operations)
 
 
-@dataclass(frozen=True, slots=True)
-class _FakeRun:
-    """A run on fake tensors.
+class LocalityProofs:
+    """Proves for each layer whether it keeps tokens apart, and reuses proofs; see Note: [Attributes that differ].
 
-    Attributes:
-        steps: Its operations, as the tracker notes them.
-        sides: The tokens' places in its side values, or the values themselves.
-        operations: Its operations, to be compared with those at other numbers of tokens.
+    Args:
+        layers: The model's layers. The first proof does without the attributes that differ among them.
     """
 
-    steps: list[Step]
-    sides: list[object]
-    operations: list[Step]
+    def __init__(self, layers: Sequence[nn.Module] = ()) -> None:
+        self._layers = layers
+        self._proofs: dict[object, list[_Proof]] = {}
+
+    def forget(self) -> None:
+        """Forget all proofs."""
+        self._proofs.clear()
+
+    def of(self, call: LayerCall, x: Tensor, kind: object) -> Locality:
+        """Return whether a layer computes each token by itself outside attention.
+
+        Args:
+            call: The layer and its arguments.
+            x: The layer's input.
+            kind: What the layer and the call have in common with others: classes of modules, shapes of parameters, and
+                the form of the call.
+        """
+        if hooked_module(call.layer):
+            return prove_locality(call, x)
+        attributes = _attributes_of(call.layer) | _weights_of(call.layer)
+        proofs = self._proofs.setdefault(kind, [])
+        alike = [(p, unlike) for p in proofs if (unlike := _unlike(attributes, p.attributes)) is not None]
+        for proof, unlike in alike:
+            if unlike <= proof.unused:
+                return proof.locality
+        if alike:
+            proof, unlike = min(alike, key=lambda each: len(each[1] - each[0].unused))
+            unused = proof.unused | unlike
+        else:
+            unused = self._unlike_others(call.layer)
+        locality = prove_locality(call, x, unused)
+        if locality.why_not and unused:
+            unused, locality = frozenset(), prove_locality(call, x)
+        self._proofs[kind] = [*proofs, _Proof(attributes, unused, locality)][-_MOST_PROOFS:]
+        return locality
+
+    def _unlike_others(self, layer: nn.Module) -> frozenset[Place]:
+        """Return the attributes of a layer that differ in other layers of its class, for example its position.
+
+        Weights are left out: those of other layers may be sharded while this layer runs.
+        """
+        attributes = _attributes_of(layer)
+        others = [_attributes_of(each) for each in self._layers if type(each) is type(layer) and each is not layer]
+        return frozenset().union(*(_unlike(attributes, each) or () for each in others))
+
+
+@dataclass(frozen=True, slots=True)
+class _Proof:
+    """A proof for a layer with these attributes, which uses none of the attributes in `unused`."""
+
+    attributes: dict[Place, Any]
+    unused: frozenset[Place]
+    locality: Locality
+
+
+class _Weight(NamedTuple):
+    """The kind of a parameter."""
+
+    type: type
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+def _attributes_of(layer: nn.Module) -> dict[Place, Any]:
+    """Return the attributes of a layer's modules, apart from parameters and buffers."""
+    attributes: dict[Place, Any] = {}
+    for path, module in layer.named_modules():
+        for name, value in vars(module).items():
+            if name not in _TABLES and not name.startswith(_NOTES):
+                own = type(value) is MethodType and value.__self__ is module
+                # Containers as they are now: users change them in place.
+                attributes[path, name] = value.__func__ if own else value.copy() if type(value) in _CHANGING else value
+    attributes.pop(("", "forward"), None)  # the engine's
+    return attributes
+
+
+def _weights_of(layer: nn.Module) -> dict[Place, Any]:
+    """Return the kinds of the parameters of a layer."""
+    parameters = ((path, name, p) for path, m in layer.named_modules() for name, p in m._parameters.items())
+    return {(path, name): _Weight(type(p), p.dtype, p.requires_grad) for path, name, p in parameters if p is not None}
+
+
+def _unlike(a: dict[Place, Any], b: dict[Place, Any]) -> frozenset[Place] | None:
+    """Return where two layers hold different values; `None` if no stand-in would notice some of the differences.
+
+    Only the use of a value can be noticed: not `is None`, and not what torch does with an object of its own.
+    """
+    if a.keys() != b.keys():
+        return None
+    unlike = frozenset(place for place, value in a.items() if not _same(value, b[place]))
+    return unlike if all(type(a[p]) is type(b[p]) and type(a[p]) in _REPLACEABLE for p in unlike) else None
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Return whether two values are certainly the same."""
+    if a is b:
+        return True
+    kind = type(a)
+    if kind is not type(b):
+        return False
+    if kind in _PLAIN or issubclass(kind, Placement):
+        return bool(a == b)
+    if kind.__module__.startswith(_STYLES):
+        return _same(vars(a), vars(b))
+    if issubclass(kind, (tuple, list)):  # read without methods of a user's class, as in the following
+        return size_of(a) == size_of(b) and all(map(_same, entries_of(a), entries_of(b)))
+    if issubclass(kind, dict):
+        a, b = copied(a), copied(b)
+        return a.keys() == b.keys() and all(_same(value, b[name]) for name, value in a.items())
+    if kind is functools.partial:
+        return all(map(_same, (a.func, a.args, a.keywords), (b.func, b.args, b.keywords)))
+    if kind is FunctionType:
+        cells = ([cell.cell_contents for cell in f.__closure__ or ()] for f in (a, b))
+        defaults = ((f.__defaults__, f.__kwdefaults__) for f in (a, b))
+        return a.__code__ is b.__code__ and _same(*defaults) and all(map(_same, *cells))
+    return False
 
 
 def prove_locality(call: LayerCall, x: Tensor, unused: Collection[Place] = ()) -> Locality:
@@ -103,8 +233,6 @@ def _prove(call: LayerCall, x: Tensor, unused: Collection[Place], mode: TrialMod
         locality = _compared(call, x, trackers, unused, mode)
     except (torch.OutOfMemoryError, RefusedAtAnyLength):
         raise  # the first says nothing of the layer
-    except TokensMixed as mixed:
-        locality = Locality(f"{name} may not compute each token by itself outside attention: {mixed}")
     except Exception as error:  # whatever a layer raises on tensors without values, it is not proven
         locality = Locality(f"{name} may not compute each token by itself outside attention: {trial_error(error)}")
     if any(step.startswith("aten.rrelu_with_noise") for tracker in trackers for step, _ in tracker.steps):
@@ -126,12 +254,13 @@ def _compared(
     name = call.name
     if hooked := hooked_module(call.layer):
         raise TokensMixed(f"hooks on {hooked} would see the tokens of one slice only")
-    short, long = (_run(call, x, tracker, unused, mode) for tracker in trackers)
+    sides, sides_of_more = [_run(call, x, tracker, unused, mode) for tracker in trackers]
+    short, long = trackers
     if why := difference_of(short.steps, long.steps):
         return Locality(f"{name} computes otherwise with more tokens: {why}")
-    if short.sides != long.sides:
+    if sides != sides_of_more:
         return Locality(f"{name} returns something else with more tokens")
-    places = tuple(side if isinstance(side, TokenPlace) else None for side in short.sides)
+    places = tuple(side if isinstance(side, TokenPlace) else None for side in sides)
     locality = Locality("", places, frozenset(unused), short.operations)
     lengths = {call.tokens} if call.layout is None else {call.tokens, call.layout.tokens}
     if why := _why_other_at(call, x, lengths, locality, mode):
@@ -174,24 +303,23 @@ def _operations_at(call: LayerCall, x: Tensor, tokens: int, unused: Collection[P
             shape[n] = shape[n] // call.tokens * tokens
         return mode.input(shape, t)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        with log.answering(step_of_attention(spec)):
-            return attended(q, k, v)
-
-    def hand(state_call: StateCall) -> Tensor:
-        with log.answering(step_of_recurrence(state_call)):
-            return handed(state_call)
-
+    attend = log.noting(step_of_attention, lambda q, k, v, spec: attended(q, k, v))
+    hand = log.noting(step_of_recurrence, handed)
     arguments = tree_map_only(Tensor, make, (call.args, call.kwargs))
     fake_call = replace(call, args=arguments[0], kwargs=arguments[1], tokens=tokens, shards=1, layout=None)
     fake_x = make(x).requires_grad_(x.requires_grad)
     with running(fake_call, None, mode, unused, attend, hand=hand), mode, log:
-        fake_call.run(fake_x.clone(), TokenRange(0, tokens, Action.KEEP))
-    return log.steps
+        fake_call.run(fake_x.clone(), TokenRange(0, tokens, KEPT))
+    return log.operations
 
 
-def _run(call: LayerCall, x: Tensor, tracker: ForwardTracker, unused: Collection[Place], mode: TrialMode) -> _FakeRun:
+def _run(
+    call: LayerCall, x: Tensor, tracker: ForwardTracker, unused: Collection[Place], mode: TrialMode
+) -> list[object]:
     """Run a layer on fake tensors of the tracker's number of tokens, to the end of its forward.
+
+    Returns:
+        The places of the tokens in the side values, or the values themselves.
 
     Raises:
         TokensMixed: The layer relates tokens to each other, or cannot be shown not to.
@@ -199,20 +327,12 @@ def _run(call: LayerCall, x: Tensor, tracker: ForwardTracker, unused: Collection
     tokens, make = tracker.sizes.tokens, functools.partial(fake_like, tracker, mode, call)
     arguments = tree_map_only(Tensor, make, (call.args, call.kwargs))
     fake_call = replace(call, args=arguments[0], kwargs=arguments[1], tokens=tokens, shards=1, layout=None)
-    log = OperationLog()
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        with log.answering(step_of_attention(spec)):
-            return attend_in_shape(tracker, call.shards, q, k, v, spec)
-
-    def hand(state_call: StateCall) -> Tensor:
-        with log.answering(step_of_recurrence(state_call)):
-            return _hand(tracker, call, state_call)
-
+    attend = tracker.noting(step_of_attention, functools.partial(attend_in_shape, tracker, call.shards))
+    hand = tracker.noting(step_of_recurrence, functools.partial(_hand, tracker, call))
     with running(fake_call, tracker, mode, unused, attend, tracker.refuse, hand) as functions:
         fake_x = make(x).requires_grad_(x.requires_grad)
-        with mode, tracker, log, _first_reason(tracker):
-            output = fake_call.run(fake_x.clone(), TokenRange(0, tokens, Action.KEEP))  # it may change its input
+        with mode, tracker, _first_reason(tracker):
+            output = fake_call.run(fake_x.clone(), TokenRange(0, tokens, KEPT))  # it may change its input
         hidden, sides = split_output(output, fake_x, call.layer)
         if tracker.dims(hidden) != tracker.dims(fake_x):
             raise TokensMixed("the hidden states do not hold the tokens of the input")
@@ -221,7 +341,7 @@ def _run(call: LayerCall, x: Tensor, tracker: ForwardTracker, unused: Collection
         if functions.hooked or any(map(has_custom_functions, outputs)):
             with mode, tracker, tracker.backward(), _first_reason(tracker):
                 _check_backward(outputs, fake_x, call.layer, tracker)
-        return _FakeRun(tracker.steps, places, log.steps)
+        return places
 
 
 def _hand(tracker: TokenTracker, call: LayerCall, state_call: StateCall) -> Tensor:

@@ -16,15 +16,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import is_parametrized
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.state.user_objects import is_of_a_library
 from lightning_memo.engine.token_locality.fake_run import TrialMode, fake_like, running, trial
-from lightning_memo.engine.token_locality.operations_at_length import difference_of
 from lightning_memo.engine.token_locality.prove_locality import unlike_other_sizes
 from lightning_memo.engine.token_locality.token_dims import TOKENS, Dims, TokensMixed
-from lightning_memo.engine.token_locality.token_tracker import Step, TokenTracker
+from lightning_memo.engine.token_locality.token_tracker import Step, TokenTracker, difference_of
 from lightning_memo.engine.token_locality.user_code import has_custom_functions, trial_error
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.utils.class_names import class_name
@@ -85,20 +83,26 @@ def counts_tokens(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) and (module.scale_grad_by_freq or module.max_norm is not None)
 
 
+def _computed_tensors(module: nn.Module) -> list[str]:
+    """Return the names of attributes with a graph, such as a pruned weight that a hook computes before each forward."""
+    return [name for name, value in vars(module).items() if isinstance(value, Tensor) and value.requires_grad]
+
+
 def _state_of(module: nn.Module) -> tuple[Hashable, ...]:
-    """Return what may decide what a module computes, apart from the values of tensors."""
+    """Return all that may decide how a module computes, apart from the values of tensors."""
     state: list[Hashable] = []
     for m in module.modules():
         values = tuple((name, value) for name, value in vars(m).items() if type(value) in _PLAIN)
         shapes = tuple(None if p is None else p.shape for p in m._parameters.values())
-        state.append((type(m), values, shapes, tuple(m._modules), *m._forward_hooks, *m._forward_pre_hooks))
+        hooks = *m._forward_hooks, *m._forward_pre_hooks
+        state.append((type(m), values, shapes, tuple(m._modules), hooks, *_computed_tensors(m)))
     return tuple(state)
 
 
 def _why_not(module: nn.Module, forward: Callable[..., Any], x: Tensor) -> str:
     name = class_name(module)
     for m in module.modules():
-        if is_parametrized(m):
+        if is_parametrized(m) or _computed_tensors(m):
             return f"{name} has a weight that is computed in each forward"
         if counts_tokens(m):
             return f"{name} relates tokens by scale_grad_by_freq or max_norm"
@@ -110,7 +114,7 @@ def _why_not(module: nn.Module, forward: Callable[..., Any], x: Tensor) -> str:
 
 
 def _why_mixed(module: nn.Module, forward: Callable[..., Any], x: Tensor, unread: Tensor | None = None) -> str:
-    """Return what a run on fake tensors tells against a module; empty if it tells nothing."""
+    """Return why a run on fake tensors does not prove that a module keeps tokens apart; empty if it does."""
     return trial(class_name(module), functools.partial(_tell, module, forward, x, unread))
 
 
@@ -120,8 +124,6 @@ def _tell(module: nn.Module, forward: Callable[..., Any], x: Tensor, unread: Ten
         like = torch.empty((x.shape[0], _TOKENS, *x.shape[2:]), dtype=x.dtype, device=x.device)
     try:
         short, long = (_operations(call, like, n, unread, mode) for n in unlike_other_sizes(call, _TOKENS, like))
-    except TokensMixed as mixed:
-        return f"{name} may not compute each token by itself: {mixed}"
     except Exception as error:  # whatever a module raises on tensors without values, it is not proven
         return f"{name} may not compute each token by itself: {trial_error(error)}"
     if why := difference_of(short, long):
@@ -130,7 +132,7 @@ def _tell(module: nn.Module, forward: Callable[..., Any], x: Tensor, unread: Ten
 
 
 def _operations(call: LayerCall, like: Tensor, tokens: int, unread: Tensor | None, mode: TrialMode) -> list[Step]:
-    """Run a module on fake tensors of some number of tokens, and return what it computes.
+    """Run a module on fake tensors of some number of tokens, and return its operations.
 
     Raises:
         TokensMixed: It relates tokens, draws random numbers, writes to what it holds, or reads `unread`.
@@ -140,7 +142,7 @@ def _operations(call: LayerCall, like: Tensor, tokens: int, unread: Tensor | Non
         x = fake_like(tracker, mode, call, like)
         x = x.requires_grad_() if x.is_floating_point() else x
         buffers = [(b, b._version) for b in call.layer.buffers()]
-        with mode, tracker, _NothingDrawn():
+        with mode, tracker:
             outputs = call.forward(x.clone())
         for y in outputs if isinstance(outputs, tuple) else (outputs,):
             if not isinstance(y, Tensor) or [TOKENS in dim for dim in tracker.dims(y)] != [False, True, False]:
@@ -155,7 +157,7 @@ def _operations(call: LayerCall, like: Tensor, tokens: int, unread: Tensor | Non
 
 
 class _Tracker(TokenTracker):
-    """Also refuses that a tensor is read.
+    """Also refuses that random numbers are drawn, and that a tensor is read.
 
     Args:
         tokens: As for every tracker.
@@ -176,17 +178,13 @@ class _Tracker(TokenTracker):
             raise TokensMixed("it reads its first argument")
         return super().dims(t)
 
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    raise TokensMixed("it calls attention")
-
-
-class _NothingDrawn(TorchDispatchMode):
-    """Refuses operations that draw random numbers."""
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise TokensMixed("it draws random numbers")
-        return func(*args, **kwargs or {})
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+    raise TokensMixed("it calls attention")

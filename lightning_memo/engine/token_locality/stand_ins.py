@@ -1,4 +1,4 @@
-"""What stands in for parts of a layer, or for values of its attributes, while it runs on fake tensors."""
+"""Stand-ins for parts of a layer, and for values of its attributes, while it runs on fake tensors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_memo.engine.forward.intercept import DROPOUTS
-from lightning_memo.engine.fp8_modules.global_state import PACKAGE
-from lightning_memo.engine.fp8_modules.supported_fp8 import is_norm
-from lightning_memo.engine.recurrence.state_functions import StateCall
+from lightning_memo.engine.fp8_modules import is_norm
+from lightning_memo.engine.fp8_state import PACKAGE
+from lightning_memo.engine.recurrence import StateCall
 from lightning_memo.engine.saved_tensors.side_effects import SET_DATA
-from lightning_memo.engine.token_locality.operations_at_length import step_of_attention, step_of_recurrence
 from lightning_memo.engine.token_locality.token_dims import TOKENS, TokensMixed, holds_tokens
-from lightning_memo.engine.token_locality.token_tracker import TokenTracker
+from lightning_memo.engine.token_locality.token_tracker import TokenTracker, step_of_attention, step_of_recurrence
 from lightning_memo.kernels import AttentionSpec
+from lightning_memo.utils.replaced_functions import replaced
 
 
 def attend_in_shape(tracker: TokenTracker, shards: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
@@ -104,7 +104,7 @@ class _Handed(torch.autograd.Function):
 
 
 def forward_in_shape(module: nn.Module, tracker: TokenTracker | None) -> Callable[..., Tensor] | None:
-    """Return what stands in for the forward of a module that does not run on fake tensors; `None` for all others."""
+    """Return a stand-in for the forward of a module that does not run on fake tensors; `None` for all other modules."""
     package = type(module).__module__.partition(".")[0]
     # Tensor parallelism derives a class from the one whose forward transformers wraps.
     wrapped = any(hasattr(vars(kind).get("forward"), "__wrapped__") for kind in type(module).__mro__)
@@ -122,14 +122,15 @@ def kernels_in_shape() -> Iterator[None]:
         for name, stand_in in _LIGER.items():
             kernel = getattr(sys.modules.get("liger_kernel.ops"), name, None)
             if kernel is not None:
-                kernel.apply = stand_in
-                stack.callback(delattr, kernel, "apply")
+                stack.enter_context(replaced(kernel, "apply", functools.partial(_without_own, stand_in)))
         fuser = getattr(sys.modules.get(f"{PACKAGE}.pytorch.ops.fuser"), "OperationFuser", None)
         if fuser is not None:
-            own = fuser.__call__
-            fuser.__call__ = lambda *args, **kwargs: _fused_in_shape(own, *args, **kwargs)
-            stack.callback(setattr, fuser, "__call__", own)
+            stack.enter_context(replaced(fuser, "__call__", _fused_in_shape))
         yield
+
+
+def _without_own(stand_in: Callable[..., Any], own: Callable[..., Any], *args: Any) -> Any:
+    return stand_in(*args)
 
 
 def _fused_in_shape(call: Callable[..., Any], fuser: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -269,10 +270,10 @@ class Unusable:
         raise TokensMixed("an attribute is used in which layers differ")
 
 
-for _name in (
-    "bool", "int", "index", "float", "len", "iter", "next", "call", "getitem", "setitem", "contains", "eq", "ne", "lt",
-    "le", "gt", "ge", "hash", "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv",
-    "rfloordiv", "mod", "rmod", "pow", "rpow", "neg", "abs", "and", "rand", "or", "ror", "xor", "rxor", "invert",
-    "lshift", "rlshift", "rshift", "rrshift", "matmul", "rmatmul", "enter", "exit", "str", "repr", "format",
-):  # fmt: skip
+_USES = """
+bool int index float len iter next call getitem setitem contains eq ne lt le gt ge hash add radd sub rsub mul
+rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg abs and rand or ror xor rxor invert lshift
+rlshift rshift rrshift matmul rmatmul enter exit str repr format
+"""
+for _name in _USES.split():
     setattr(Unusable, f"__{_name}__", lambda self, *_: self.used)

@@ -1,9 +1,15 @@
-"""Follows the tokens through the operations of a layer that runs on fake tensors."""
+"""Follows the tokens through the operations of a layer that runs on fake tensors, and notes these operations.
+
+A proof is made for two numbers of tokens that no other size of the layer equals. A layer that takes another way for
+some numbers only, for example for multiples of 4, is found by running it at the numbers at which it is going to run.
+There, sizes do not tell tokens from anything else, so operations are compared with those of the proof by their names
+and by the numbers that are no sizes.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,56 +17,108 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from lightning_memo.engine.token_locality.operation import Operation
-from lightning_memo.engine.token_locality.operator_rules import rule_of
+from lightning_memo.engine.recurrence import StateCall
+from lightning_memo.engine.token_locality.operator_rules import (
+    Operation,
+    dims_of_sum,
+    rule_of,
+    stays_a_sum,
+    sums_tokens,
+)
 from lightning_memo.engine.token_locality.token_dims import TOKENS, Dims, TokenSizes, TokensMixed, holds_tokens
-from lightning_memo.engine.token_locality.token_sums import dims_of_sum, stays_a_sum, sums_tokens
+from lightning_memo.kernels import AttentionSpec
 from lightning_memo.utils.operator_values import tensors_in, values_in
 
 _aten = torch.ops.aten
 # Operators whose results hold the same value everywhere.
 _CONSTANTS = (
-    _aten.zeros, _aten.ones, _aten.full, _aten.empty, _aten.new_zeros, _aten.new_ones, _aten.new_full, _aten.new_empty,
-)  # fmt: skip
+    _aten.zeros,
+    _aten.ones,
+    _aten.full,
+    _aten.empty,
+    _aten.new_zeros,
+    _aten.new_ones,
+    _aten.new_full,
+    _aten.new_empty,
+)
 # Operators whose integers are sizes and ranges. The shapes of their results show whether they keep tokens apart.
-SIZED = (
-    *_CONSTANTS, _aten.view, _aten._unsafe_view, _aten.expand, _aten.repeat, _aten.slice, _aten.split,
+_SIZED = (
+    *_CONSTANTS,
+    _aten.view,
+    _aten._unsafe_view,
+    _aten.expand,
+    _aten.repeat,
+    _aten.slice,
+    _aten.split,
     _aten.split_with_sizes,
-)  # fmt: skip
-
-
-def is_whole_slice(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether an operation is a slice that leaves out nothing. DTensors make some, from 257 tokens on."""
-    if func.overloadpacket is not _aten.slice:
-        return False
-    t, dim, start, stop, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
-    return not start and (stop is None or stop >= t.shape[dim]) and step == 1
-
-
-def asked_device(func: Any, args: tuple[Any, ...]) -> torch.device | None:
-    """Return the device of a fake tensor if an operator asks for it; `None` for all other operators.
-
-    Autograd asks for that of each tensor. All modes pass the question on, which takes as long as an operation.
-    """
-    asks = func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor)
-    return args[0].fake_device if asks else None
-
-
+)
 _FILLS = {_aten.full: 1, _aten.new_full: 2}  # the place of the argument that is a value and no size
-
 Step = tuple[str, tuple[object, ...]]
 
 
-class TokenTracker(TorchDispatchMode):
-    """Knows the dims of every tensor that depends on tokens; see Note: [Token dims].
+class OperationLog(TorchDispatchMode):
+    """Notes the operations that run inside this context, at any number of tokens.
+
+    Attributes:
+        operations: The operations, with the numbers that they were given and that are no sizes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Step] = []
+        self._notes = True
+
+    def noting(self, step_of: Callable[[Any], Step], answer: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return a function that notes a step in place of the operations by which it answers a call.
+
+        Args:
+            step_of: Returns the step that stands for the call, from the last argument of the call.
+            answer: Answers the call.
+        """
+
+        def noted(*call: Any) -> Tensor:
+            self.operations.append(step_of(call[-1]))
+            with self._unnoted():
+                return answer(*call)
+
+        return noted
+
+    @contextlib.contextmanager
+    def _unnoted(self) -> Iterator[None]:
+        """Inside this context, operations are not noted, because a call or an operation was noted in their place."""
+        before, self._notes = self._notes, False
+        try:
+            yield
+        finally:
+            self._notes = before
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._notes and not _leaves_all_as_it_is(func, args):
+            self.operations.append((str(func), tuple(_numbers(func, (args, kwargs)))))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if (device := _asked_device(func, args)) is not None:
+            return device
+        kwargs = kwargs or {}
+        if any(is_traceable_wrapper_subclass(t) for t in tensors_in(args, kwargs)):
+            return NotImplemented  # their class takes them apart
+        if func.namespace != "prim":
+            self._note(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+class TokenTracker(OperationLog):
+    """Also knows the dims of every tensor that depends on tokens; see Note: [Token dims].
 
     Args:
         tokens: Number of tokens: a prime that divides no other size of the layer.
 
     Attributes:
         sizes: Sizes of dims.
-        steps: The operations, with the numbers that they were given. They do not depend on the number of tokens if a
-            layer computes every token alike.
+        steps: The operations and those of their decompositions, with all numbers that they were given. They do not
+            depend on the number of tokens if a layer computes every token alike.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -91,7 +149,8 @@ class TokenTracker(TorchDispatchMode):
         """Inside this context, operations may add up all tokens, as the gradients of weights do."""
         self._in_backward = True
         try:
-            yield
+            with self._unnoted():  # at other numbers of tokens, a layer runs forward only
+                yield
         finally:
             self._in_backward = False
 
@@ -112,14 +171,15 @@ class TokenTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (device := asked_device(func, args)) is not None:
+        if (device := _asked_device(func, args)) is not None:
             return device
         if func.namespace == "prim":
             return func(*args, **kwargs)
         given = tensors_in(args, kwargs)
         if any(is_traceable_wrapper_subclass(t) for t in given):
             return NotImplemented  # their class takes them apart
-        if not is_whole_slice(func, args):
+        self._note(func, args, kwargs)
+        if not _is_whole_slice(func, args):
             self.steps.append((str(func), tuple(self._numbers(func, (args, kwargs)))))
         if any(id(t) in self._sums for t in given):
             return self._on_sums(func, args, kwargs, given)
@@ -143,7 +203,7 @@ class TokenTracker(TorchDispatchMode):
         sums = [id(t) in self._sums for t in given]
         if not stays_a_sum(func, sums, [self.dims(t) for t in given]):
             if func._can_decompose():
-                with self:
+                with self._unnoted(), self:
                     return func.decompose(*args, **kwargs)
             raise TokensMixed(f"{func.overloadpacket} computes with a sum over tokens")
         result = func(*args, **kwargs)
@@ -173,7 +233,7 @@ class TokenTracker(TorchDispatchMode):
         return all(before == 1 or before == after for before, after in zip(sizes, result.shape, strict=True))
 
     def _decomposed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self:
+        with self._unnoted(), self:
             result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -195,7 +255,7 @@ class TokenTracker(TorchDispatchMode):
         if func.overloadpacket is _aten.slice and len(arguments[0]) > 3 and arguments[0][3] is not None:
             t, dim, start, stop, *step = arguments[0]
             arguments = (t, dim, start, min(stop, t.shape[dim]), *step)  # what is beyond the end may be any number
-        sized = func.overloadpacket in SIZED
+        sized = func.overloadpacket in _SIZED
         fill = arguments[0][_FILLS[func.overloadpacket]] if func.overloadpacket in _FILLS else None
         for value in values_in(arguments):
             if isinstance(value, int) and sized and value is not fill and self.sizes.holds_tokens(abs(value)):
@@ -233,3 +293,58 @@ class ForwardTracker(TokenTracker):
             except TokensMixed as mixed:
                 self.refuse(str(mixed))
         return func(*args, **(kwargs or {}))
+
+
+def _leaves_all_as_it_is(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether an operation computes nothing and cuts no gradient.
+
+    PyTorch detaches a new tensor if anything refers to it, for example in `torch.ones`, and what follows tokens does.
+    """
+    return _is_whole_slice(func, args) or (func is torch.ops.aten.detach.default and not args[0].requires_grad)
+
+
+def _is_whole_slice(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether an operation is a slice that leaves out nothing. DTensors make some, from 257 tokens on."""
+    if func.overloadpacket is not _aten.slice:
+        return False
+    t, dim, start, stop, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    return not start and (stop is None or stop >= t.shape[dim]) and step == 1
+
+
+def _asked_device(func: Any, args: tuple[Any, ...]) -> torch.device | None:
+    """Return the device of a fake tensor if an operator asks for it; `None` for all other operators.
+
+    Autograd asks for that of each tensor. All modes pass the question on, which takes as long as an operation.
+    """
+    asks = func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor)
+    return args[0].fake_device if asks else None
+
+
+def _numbers(func: Any, arguments: Any) -> Iterator[object]:
+    kinds = (bool, float, complex) if func.overloadpacket in _SIZED else (bool, int, float, complex)
+    for value in values_in(arguments):
+        if isinstance(value, (*kinds, torch.dtype)):
+            yield value
+
+
+def step_of_attention(spec: AttentionSpec) -> Step:
+    """Return the step that stands for an attention call. Windows and masks belong to the batch."""
+    return "attention", (spec.causal, spec.scale, spec.dropout, spec.softcap)
+
+
+def step_of_recurrence(call: StateCall) -> Step:
+    """Return the step that stands for a call of a function that hands a state from token to token."""
+    return call.name, tuple(value for value in call.arguments if isinstance(value, (bool, int, float, str, tuple)))
+
+
+def difference_of(first: list[Step], second: list[Step]) -> str:
+    """Return the first difference between the operations at two numbers of tokens; empty if there is none."""
+    for a, b in zip(first, second, strict=False):
+        if a[0] != b[0]:
+            return f"{a[0]} is called for some lengths only"
+        if a != b:
+            return f"{a[0]} is called with numbers that depend on the length"
+    if len(first) != len(second):
+        longer = max(first, second, key=len)
+        return f"{longer[min(len(first), len(second))][0]} is called for some lengths only"
+    return ""

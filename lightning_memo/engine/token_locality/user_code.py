@@ -112,6 +112,8 @@ def has_custom_functions(t: Tensor) -> bool:
 
 def trial_error(error: Exception) -> str:
     """Return why a run on fake tensors that ended with an error proves nothing."""
+    if isinstance(error, TokensMixed):
+        return str(error)
     if "Cannot access data pointer" in str(error):
         return "it runs a kernel of its own, of Triton or of an extension, which may relate any tokens"
     return f"a trial run with other numbers of tokens, and without values, ended with: {first_line(error)}"

@@ -1,30 +1,34 @@
-"""Divides a batch over ranks so that the losses of the parts add up to the loss of the whole batch.
+"""Divides the tokens of a batch over ranks so that the losses of the parts add up to the loss of the whole batch.
 
 All ranks of one data-parallel group read the same batch. Each keeps its own positions, in the order of the model's
 input; see :class:`~lightning_memo.parallel.batches.token_layout.TokenLayout`. Labels are shifted before the batch is
 divided, because the label of a part's last token is a token of another rank.
+
+Note: [Where tokens are divided]
+A text model gets a part of the batch. A model with a vision tower gets the whole batch: it computes position ids from
+all tokens, and puts the features of images in the places of their tokens. Every process therefore runs the tower and
+the embedding on whole rows, and the arguments of the text model inside are divided. The gradient that the embedding and
+the tower get in a process is the part that comes through its own tokens; the sum over processes is the whole gradient.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+import inspect
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from typing_extensions import override
 
-from lightning_memo.parallel.batches.positions import (
-    held,
-    largest_position,
-    packed_documents,
-    right_padded_lengths,
-)
-from lightning_memo.parallel.batches.shifted_labels import ShiftedLabels
-from lightning_memo.parallel.batches.token_layout import TokenLayout, multiple
+from lightning_memo.parallel.batches.positions import largest_position, packed_documents, right_padded_lengths
+from lightning_memo.parallel.batches.token_layout import CurrentLayout, TokenLayout, multiple
+from lightning_memo.utils.class_names import class_name
+from lightning_memo.utils.find_layers import find_hugging_face, find_stacks
 
 IGNORED = -100
 """Label of a token that the loss ignores."""
@@ -55,7 +59,7 @@ class BatchSharder:
         slices_outside: As `outside` of the layout.
         contiguous: As `contiguous` of the layout.
         documents_of: Returns the positions at which packed documents start in each row, from a batch and its rows.
-        in_model: Whether the model divides its tokens itself; see Note: [Where tokens are divided] in `text_model.py`.
+        in_model: Whether the model divides its tokens itself; see Note: [Where tokens are divided].
     """
 
     ring: int = 1
@@ -106,22 +110,14 @@ class BatchSharder:
         _check_tensors(batch, rows, tokens, self.in_model)
         targets = self._targets(batch, rows, tokens)
         layout = self._layout(batch, rows, tokens)
-        order = layout.fed_order().to(device)
-
-        def cut(whole: Tensor, fill: int = 0) -> Tensor:
-            padding = (0, 0) * (whole.ndim - 2) + (0, layout.tokens - tokens)
-            return F.pad(whole, padding, value=fill).index_select(1, order)
-
+        own = _OwnTokens(layout, device)
         part = copy.copy(batch)
         if not self.in_model:
             part.pop("attention_mask", None)
-            part.update({name: cut(value) for name, value in part.items() if _is_per_token(value, rows, tokens)})
-            positions = batch.get("position_ids")
-            if positions is None:
-                positions = torch.arange(tokens, device=device)[None]
-            part["position_ids"] = held(positions, layout.tokens).index_select(1, order)
+            part.update({name: own.cut(value) for name, value in part.items() if _is_per_token(value, rows, tokens)})
+            part["position_ids"] = own.positions(batch.get("position_ids"), tokens)
         if targets is not None:
-            part["shift_labels"] = cut(targets, IGNORED)
+            part["shift_labels"] = own.cut(targets, IGNORED)
             if self.takes_loss_arguments or "labels" in part:
                 part["labels"] = part["shift_labels"].as_subclass(ShiftedLabels)
             part["num_items_in_batch"] = self._item_count(targets)
@@ -195,104 +191,7 @@ class BatchSharder:
         return count.clamp(min=1).float() / self.ranks
 
 
-def check_same_batch(batch: Any, group: dist.ProcessGroup, data_rank: int) -> None:
-    """Checks that the ranks that share a batch got the same one. This is a collective of `group`.
-
-    Args:
-        batch: Batch from this rank's loader.
-        group: Context-parallel and tensor-parallel ranks of one data-parallel rank.
-        data_rank: Data-parallel rank of the group.
-
-    Raises:
-        ValueError: The batches differ. It is raised on all ranks of the group.
-    """
-    if not same_on_all(batch, group):
-        raise ValueError(
-            f"the {dist.get_world_size(group)} processes of data-parallel rank {data_rank} got different batches, but "
-            "they share one: shuffle with a seeded sampler (seed_everything), and let a dataset that divides its data "
-            "by itself do so by trainer.strategy.data_parallel_rank, not by global rank"
-        )
-
-
-def check_same_size(batch: Any, group: dist.ProcessGroup, experts: int) -> None:
-    """Checks that the ranks that send each other tokens got batches of one size. This is a collective of `group`.
-
-    Layers would otherwise run in other slices on some of them, and exchange tokens more or less often.
-
-    Args:
-        batch: Batch from this rank's loader.
-        group: The ranks that share experts.
-        experts: Expert-parallel size.
-
-    Raises:
-        ValueError: The sizes differ. It is raised on all ranks of the group.
-    """
-    sizes = _of_all(_fingerprint(batch)[:-1], group)
-    if not bool((sizes == sizes[0]).all()):
-        given = ", ".join(sorted({" x ".join(map(str, size[1 : 1 + size[0]])) for size in sizes.tolist()}))
-        raise ValueError(
-            f"expert_parallel_size={experts}: processes that share experts got batches of {given} tokens, and need "
-            "equal sizes: pack or pad rows to one length, or let context-parallel processes alone share experts"
-        )
-
-
-def check_same_images(batch: Any, group: dist.ProcessGroup) -> None:
-    """Checks that all ranks train the tower of a model, or none. This is a collective of `group`.
-
-    Args:
-        batch: Batch from this rank's loader.
-        group: Data-parallel ranks.
-
-    Raises:
-        ValueError: Some ranks got images, and others did not. It is raised on all ranks of the group.
-    """
-    names = batch if isinstance(batch, Mapping) else {}
-    has_images = any(name.startswith("pixel_values") and names[name] is not None for name in names)
-    if len(_of_all(torch.tensor([has_images]), group).unique()) > 1:
-        raise ValueError(
-            "some data-parallel processes got a batch with images and others one without, and would reduce other "
-            "gradients: sort batches by kind, freeze what processes images, or set data_parallel_size=1"
-        )
-
-
-def same_on_all(batch: Any, group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of `group` have the same tokens. Uses one all-gather of a few integers, whatever the shapes."""
-    prints = _of_all(_fingerprint(batch), group)
-    return bool((prints == prints[0]).all())
-
-
-def _of_all(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns the tensors of all ranks of a group, `[ranks, ...]`."""
-    # NCCL sends CUDA tensors only, and batches may still be on the host.
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else "cpu"
-    mine = mine.to(device)
-    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyones, mine, group=group)
-    return torch.stack(everyones)
-
-
-def _fingerprint(batch: Any) -> Tensor:
-    """Returns dimensions and checksum of a batch's tokens, or of its first tensor; int64 `[5]`."""
-    tensor = _first_tensor(batch)
-    if tensor is None:
-        return torch.zeros(5, dtype=torch.int64)
-    sizes = torch.tensor([tensor.ndim, *(*tensor.shape, 0, 0, 0)[:3]], device=tensor.device)
-    if tensor.is_floating_point():  # embeddings are too large for a weighted copy
-        checksum = tensor.sum(dtype=torch.float64).view(torch.int64)
-    else:
-        checksum = (tensor.flatten().long() * torch.arange(1, tensor.numel() + 1, device=tensor.device)).sum()
-    return torch.cat([sizes, checksum[None]])
-
-
-def _first_tensor(batch: Any) -> Tensor | None:
-    tokens = batch if isinstance(batch, Tensor) else _token_tensor(batch)
-    if tokens is not None:
-        return tokens
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return next((tensor for part in parts if (tensor := _first_tensor(part)) is not None), None)
-
-
-def _token_tensor(batch: Any) -> Tensor | None:
+def token_tensor(batch: Any) -> Tensor | None:
     """Returns `input_ids` `[batch, tokens]` or `inputs_embeds` `[batch, tokens, hidden]`; `None` without both."""
     if not isinstance(batch, Mapping):
         return None
@@ -304,7 +203,7 @@ def _token_tensor(batch: Any) -> Tensor | None:
 
 def _size(batch: Any) -> tuple[int, int, torch.device]:
     """Returns the rows, tokens and device of a batch."""
-    tokens = _token_tensor(batch)
+    tokens = token_tensor(batch)
     if tokens is None or not isinstance(batch, MutableMapping) or 0 in tokens.shape:
         given = f"keys {list(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
         raise ValueError(
@@ -347,3 +246,157 @@ def _check_tensors(batch: Batch, rows: int, tokens: int, in_model: bool) -> None
                 f"the batch's {name} {list(value.shape)} relates tokens to tokens, and no process holds all tokens: "
                 "omit it, and describe padding by attention_mask [batch, tokens] and documents by position_ids"
             )
+
+
+class _OwnTokens:
+    """Takes the tokens of a rank out of tensors of all tokens, in the order of the model's input.
+
+    Args:
+        layout: Layout of the tokens.
+        device: Device of the tensors.
+    """
+
+    def __init__(self, layout: TokenLayout, device: torch.device) -> None:
+        self._tokens = layout.tokens
+        self._order = layout.fed_order().to(device)
+
+    def cut(self, whole: Tensor, fill: int = 0) -> Tensor:
+        """Returns the part of a tensor `[batch, tokens, ...]`, which is padded on the right.
+
+        Args:
+            whole: The tensor.
+            fill: Value of the padding.
+        """
+        padding = (0, 0) * (whole.ndim - 2) + (0, self._tokens - whole.shape[1])
+        return F.pad(whole, padding, value=fill).index_select(1, self._order)
+
+    def positions(self, whole: Tensor | None, tokens: int) -> Tensor:
+        """Returns the positions of the tokens, `[..., tokens of this rank]`.
+
+        Args:
+            whole: Positions of all tokens, `[..., tokens]`; `None` if they count from 0.
+            tokens: Number of all tokens.
+        """
+        if whole is None:
+            whole = torch.arange(tokens, device=self._order.device)[None]
+        # Padding has the last position, because position tables may end there.
+        padding = whole[..., -1:].expand(*whole.shape[:-1], self._tokens - whole.shape[-1])
+        return torch.cat([whole, padding], -1).index_select(-1, self._order)
+
+
+class ShiftedLabels(Tensor):
+    """Labels `[batch, tokens]`, each of its token's successor, that refuse to be shifted like labels of whole rows.
+
+    Results of operations on them are plain tensors.
+    """
+
+    @classmethod
+    @override
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__ and _drops_first_token(args[1]):
+            raise ValueError(
+                'batch["labels"][:, 1:] would shift the labels twice, because they were shifted before the batch was '
+                'divided: compare the logits of all tokens with batch["shift_labels"], and divide the summed loss by '
+                'batch["num_items_in_batch"]'
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def _drops_first_token(index: Any) -> bool:
+    """Return whether an index is `[:, 1:]` or `[..., 1:]`."""
+    if not isinstance(index, tuple) or len(index) != 2 or not all(part is ... or type(part) is slice for part in index):
+        return False
+    return index in ((..., slice(1, None)), (slice(None), slice(1, None)))
+
+
+class TextModelInputs:
+    """Divides the arguments of the text model in each of its forwards.
+
+    Args:
+        current: Holds the layout of the batch.
+    """
+
+    def __init__(self, current: CurrentLayout) -> None:
+        self._current = current
+
+    def attach(self, text_model: nn.Module) -> Callable[[], None]:
+        """Divide the arguments of `text_model`. Returns a function that undoes this."""
+        self._current.text_model = text_model
+        handle = text_model.register_forward_pre_hook(self._divide, with_kwargs=True)
+
+        def undo() -> None:
+            self._current.text_model = None
+            handle.remove()
+
+        return undo
+
+    def _divide(
+        self, text_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        layout = self._current.layout
+        if layout is None:
+            return args, kwargs
+        # In the order of the signature, as a call may give some arguments by position.
+        given = dict(zip(inspect.signature(text_model.forward).parameters, args, strict=False)) | kwargs
+        whole = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+        rows, tokens = whole.shape[:2]  # type: ignore[union-attr]
+        if not 0 <= layout.tokens - tokens < multiple(layout.ring, layout.ulysses, layout.shards):
+            raise ValueError(
+                f"{class_name(text_model)} got rows of {tokens} tokens, but the last batch was divided into "
+                f"{layout.local_tokens}: with context_parallel_size, run the model on the batches that its steps are "
+                "given, and generate text in one process"
+            )
+        return (), _divide_arguments(given, rows, tokens, layout)
+
+
+def _divide_arguments(given: Mapping[str, Any], rows: int, tokens: int, layout: TokenLayout) -> dict[str, Any]:
+    """Return the arguments of a text model for the tokens of one process.
+
+    Tensors `[rows, tokens, ...]` are padded on the right and divided. So are positions `[axes, rows, tokens]` and the
+    features that are added to image tokens between layers (DeepStack). The layout knows what a padding mask says.
+
+    Args:
+        given: Arguments by name for `rows` whole rows of `tokens` tokens.
+        rows: Number of rows.
+        tokens: Number of tokens of each.
+        layout: Layout of the tokens.
+    """
+    device = next(t.device for t in given.values() if isinstance(t, Tensor))
+    own = _OwnTokens(layout, device)
+
+    def is_per_token(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.ndim > 1 and value.shape[0] in (1, rows) and value.shape[1] == tokens
+
+    part = {name: own.cut(value) if is_per_token(value) else value for name, value in given.items()}
+    part["position_ids"] = own.positions(given.get("position_ids"), tokens)
+    if is_per_token(given.get("attention_mask")):
+        part["attention_mask"] = None
+    images, features = given.get("visual_pos_masks"), given.get("deepstack_visual_embeds")
+    if images is not None and features is not None:
+        numbers = images.flatten().cumsum(0).view_as(images) - 1
+        rows_of_images = own.cut(numbers)[part["visual_pos_masks"]]
+        part["deepstack_visual_embeds"] = [of_layer.index_select(0, rows_of_images) for of_layer in features]
+    return part
+
+
+def check_layers(model: nn.Module, text_model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Check that the layers to swap are in the text model, whose tokens are divided.
+
+    Raises:
+        ValueError: They are those of a tower.
+    """
+    if not set(layers) <= set(text_model.modules()):
+        name = next(name for name, module in model.named_modules() if module is text_model)
+        raise ValueError(
+            f"context_parallel_size divides the tokens of {name}, and the layers of another part of the model were to "
+            f'be swapped: set layers="{name}.{find_stacks(text_model)[0].name}"'
+        )
+
+
+def trains_beside(model: nn.Module, text_model: nn.Module) -> bool:
+    """Return whether weights are trained that only some batches use: those of towers, but not of the head."""
+    hosts: list[Any] = find_hugging_face(model)
+    heads = (head for host in hosts if (head := host.get_output_embeddings()) is not None)
+    used = {p for module in (text_model, *heads) for p in module.parameters()}
+    return any(p.requires_grad and p not in used for p in model.parameters())

@@ -1,4 +1,8 @@
-"""Passes the positions and loss arguments of a divided batch to a Hugging Face model."""
+"""Passes the positions and loss arguments of a divided batch to a Hugging Face model, and shares its loss.
+
+A process computes the loss of its own labels, and gradients are averaged over the processes. A function of the loss,
+such as its square, has the right gradient only where it is taken at the loss of all labels.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_memo.parallel.batches.current_layout import CurrentLayout
 from lightning_memo.parallel.batches.positions import why_positions_unknown
-from lightning_memo.parallel.batches.whole_loss import with_whole_loss
+from lightning_memo.parallel.batches.token_layout import CurrentLayout
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face
 
@@ -101,7 +104,7 @@ class LossArguments:
         if not shares_loss or output is None:  # after an exception
             return None
         assert self._group is not None
-        return with_whole_loss(output, self._group)
+        return _with_whole_loss(output, self._group)
 
     def _check_base(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         divided = self._current.layout is not None and self._current.text_model is None
@@ -118,6 +121,45 @@ def _same(positions: Tensor, of_batch: Tensor | None) -> bool:
     if of_batch is None or positions is of_batch:
         return True
     return positions.shape[-1] == of_batch.shape[-1] and bool((positions == of_batch).all())
+
+
+def _with_whole_loss(output: Any, group: dist.ProcessGroup) -> Any:
+    """Return the output of a Hugging Face model whose loss has the value of the mean over processes.
+
+    Its gradient stays that of this process's loss.
+
+    Args:
+        output: Output with a `loss`, a tuple that begins with it, or the loss.
+        group: The processes that share the loss; all of them call this, except for a loss without a gradient, which
+            stays that of this process.
+    """
+    if isinstance(output, tuple):
+        return _mean_over_processes(output[0], group), *output[1:]
+    if isinstance(output, Tensor):
+        return _mean_over_processes(output, group)
+    if isinstance(getattr(output, "loss", None), Tensor):
+        output.loss = _mean_over_processes(output.loss, group)
+    return output
+
+
+def _mean_over_processes(loss: Any, group: dist.ProcessGroup) -> Any:
+    # A forward without gradients may run on one process only, to log something, for example.
+    is_loss = isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad
+    return _MeanOverProcesses.apply(loss, group) if is_loss else loss
+
+
+class _MeanOverProcesses(torch.autograd.Function):
+    """The mean of a number over processes, with the gradient of a process's own number."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = loss.to(torch.promote_types(loss.dtype, torch.float32), copy=True)
+        dist.all_reduce(total, group=group)
+        return (total / dist.get_world_size(group)).to(loss.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 def why_loss_unfit(model: nn.Module) -> str:

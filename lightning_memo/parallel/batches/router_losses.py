@@ -8,6 +8,7 @@ not the router logits, are added over the processes: a few numbers, whatever the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -18,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_memo.parallel.batches.current_layout import CurrentLayout
+from lightning_memo.parallel.batches.token_layout import CurrentLayout
 from lightning_memo.utils.class_names import class_name
+from lightning_memo.utils.replaced_functions import replaced
 
 # What all modules of transformers call the function that computes the loss from the router logits.
 _NAME = "load_balancing_loss_func"
@@ -45,7 +47,7 @@ class RouterLosses:
         functions = {home: getattr(home, _NAME) for home in _homes(model)}
         known = [home for home, function in functions.items() if _is_known(function)]
         foreign = not functions and not type(model).__module__.startswith("transformers.")
-        unknown = foreign or len(known) < len(functions)
+        unknown, running = foreign or len(known) < len(functions), contextlib.ExitStack()
 
         def begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._group is None and self._current.layout is None:
@@ -59,11 +61,10 @@ class RouterLosses:
                     "compute over its own tokens: set output_router_logits=False, or train in one process"
                 )
             for home in known:
-                setattr(home, _NAME, self._loss)
+                running.enter_context(replaced(home, _NAME, self._loss))
 
         def end(*_: Any) -> None:
-            for home in known:
-                setattr(home, _NAME, functions[home])
+            running.close()
 
         handles = [
             model.register_forward_pre_hook(begin, with_kwargs=True),
@@ -79,12 +80,13 @@ class RouterLosses:
 
     def _loss(
         self,
+        own: Callable[..., Any],
         gate_logits: tuple[Tensor, ...] | None,
         num_experts: int,
         top_k: int = 2,
         attention_mask: Tensor | None = None,
     ) -> Tensor | int:
-        """Has the signature of the functions of transformers."""
+        """Has the signature of the functions of transformers, behind the function itself."""
         if not isinstance(gate_logits, tuple):
             return 0
         mask = attention_mask if self._current.layout is None else self._mask(gate_logits[0])

@@ -1,4 +1,4 @@
-"""Layout of a batch's tokens: which rank holds which positions, and in which order.
+"""Layout of a batch's tokens: which rank holds which positions, and in which order. `CurrentLayout` holds a batch's.
 
 Every context-parallel rank uses two orders of its tokens. Attention uses the *layer order*: zigzag over ring ranks, so
 that causal work is even, then contiguous over all-to-all ranks. Long documents that are packed in a row are divided one
@@ -11,13 +11,15 @@ ranges, in the order of the ranks. All permutations are applied once, to the bat
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Documents = tuple[tuple[int, ...], ...]
 
@@ -142,7 +144,7 @@ class TokenLayout:
         if self.ring > 1 and documents != self.documents:
             raise ValueError(
                 "pipeline_parallel_size: rows with several documents are divided over a ring by the documents of all "
-                'rows, and micro-batches have some of them: set context_parallel_method="ulysses", or '
+                "rows, and micro-batches have some of them: set ulysses_size=context_parallel_size, or "
                 "pipeline_parallel_size=1"
             )
         return replace(self, documents=documents, lengths=None if self.lengths is None else self.lengths[rows])
@@ -230,3 +232,42 @@ class TokenLayout:
                 raise ValueError(f"a row of {length} valid tokens does not fit in {self.tokens} tokens")
         if self.documents is not None and self.lengths is not None and len(self.documents) != len(self.lengths):
             raise ValueError(f"documents of {len(self.documents)} batch rows, but lengths of {len(self.lengths)}")
+
+
+class CurrentLayout:
+    """The layout of the current batch. The object that divides batches owns and sets it.
+
+    Attributes:
+        layout: Layout of the tokens of the batch; `None` if this rank holds all tokens in order.
+        text_model: The module whose forward divides the tokens: see Note: [Where tokens are divided]. `None` if the
+            batch is divided before any module gets it.
+        largest_position: Returns the largest position of the batch, while the model gets some of its rows only;
+            otherwise `None`.
+    """
+
+    def __init__(self) -> None:
+        self.layout: TokenLayout | None = None
+        self.text_model: nn.Module | None = None
+        self.largest_position: Callable[[], int] | None = None
+        self._beside: CurrentLayout | None = None
+
+    def clear(self) -> None:
+        """Reset the layout when no batch is in use."""
+        self.layout = None
+
+    @contextlib.contextmanager
+    def of_rows(self, largest_position: Callable[[], int]) -> Iterator[None]:
+        """Within this context, the model gets some rows of the batch at a time, whose largest position is given."""
+        self.largest_position = largest_position
+        try:
+            yield
+        finally:
+            self.largest_position = None
+
+    def seen_by(self, module: nn.Module) -> CurrentLayout:
+        """Return what a module sees: no layout, if it is beside the text model and computes what it is given."""
+        text = self.text_model
+        if text is None or module in set(text.modules()) or text in set(module.modules()):
+            return self
+        self._beside = self._beside or CurrentLayout()
+        return self._beside

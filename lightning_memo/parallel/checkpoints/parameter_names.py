@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_memo.parallel.run_on_ranks import gather
+from lightning_memo.parallel.ranks import gather
 
 WHOLE_NAMES = "_lightning_memo_whole_names"
 """Attribute of a module that has lost the weights of other stages of a pipeline: its `WholeNames`."""

@@ -2,30 +2,35 @@
 
 The layout is that of Lightning, a folder of `torch.distributed.checkpoint` files with other entries in `meta.pt`, so
 `python -m lightning.pytorch.utilities.consolidate_checkpoint` reads it. Optimizer state is stored by parameter name,
-independent of ranks. A folder contains pickles, as a checkpoint file does: load only checkpoints that you trust.
+independent of ranks. A folder contains pickles, as a checkpoint file does, and is read as safely: with
+`weights_only=False`, whoever wrote it can run code.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
+from typing_extensions import override
 
-from lightning_memo.parallel.checkpoints import atomic_replace
+from lightning_memo.parallel.checkpoints.damage import ChecksummedFile, write_checksums
 from lightning_memo.parallel.checkpoints.open_checkpoint import (
+    METADATA_FILE,
     REST_FILE,
     CheckpointSource,
-    check_complete,
+    missing_part,
     open_checkpoint,
 )
 from lightning_memo.parallel.checkpoints.parameter_names import (
@@ -34,7 +39,8 @@ from lightning_memo.parallel.checkpoints.parameter_names import (
     names_of_parameters,
     settings_of_all,
 )
-from lightning_memo.parallel.run_on_ranks import gather, is_first_rank, on_every_rank, on_first_rank
+from lightning_memo.parallel.ranks import gather, is_first_rank, on_every_rank, on_first_rank
+from lightning_memo.utils.files import commit, explained, find_complete, previous_of, remove, unfinished
 
 Sizes = Mapping[str, torch.Size | None]
 """Sizes of the tensors of a state dict by name; None for other values."""
@@ -81,16 +87,16 @@ def save_sharded(checkpoint: dict[str, Any], path: str | Path) -> None:
     rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
     state = {"state_dict": checkpoint["state_dict"]}
     for index, optimizer in enumerate(checkpoint.get("optimizer_states", [])):
-        state[f"optimizer_{index}"] = optimizer
-    target = on_first_rank(lambda: _target(path))
-    unfinished = on_first_rank(lambda: atomic_replace.begin(target))
-    try:
-        on_every_rank(lambda: _write(state, rest, unfinished))
-        on_first_rank(lambda: atomic_replace.commit(unfinished, target))
-    except Exception:
-        if is_first_rank():
-            atomic_replace.abort(target)
-        raise
+        state[_optimizer_name(index)] = optimizer
+    if "://" in str(path):
+        raise ValueError(f"{path}: sharded checkpoints need a local path, or a mounted one")
+    target = on_first_rank(lambda: replaceable(path))
+    with contextlib.ExitStack() as stack:
+        folder = on_first_rank(lambda: stack.enter_context(unfinished(target)))
+        files = _Files(target)
+        on_every_rank(lambda: _write(state, rest, folder, files))
+        checksums = {name: checksum for own in gather(files.checksums) for name, checksum in own.items()}
+        on_first_rank(lambda: _finish(checksums, folder, target))
 
 
 def load_sharded(
@@ -113,25 +119,81 @@ def load_sharded(
         Entries of the checkpoint other than weights and optimizer states.
 
     Raises:
-        ValueError: There is no checkpoint, it is incomplete, or it is of another model or optimizer.
+        FileNotFoundError: There is no checkpoint.
+        ValueError: It is incomplete, or it is of another model or optimizer.
+    """
+    source = open_existing(path, weights_only)
+    read_model(source, model, strict)
+    for index, optimizer in enumerate(optimizers):
+        read_optimizer(source, _optimizer_name(index), model, optimizer)
+    return source.rest
+
+
+def open_existing(path: str | Path, weights_only: bool | None = None) -> CheckpointSource:
+    """Opens a checkpoint, whose weights and optimizer states are read later. All ranks call it, or a single process.
+
+    Args:
+        path: As for :func:`load_sharded`.
+        weights_only: As for `torch.load`.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint.
+        ValueError: It is incomplete.
     """
     found = on_first_rank(lambda: existing_checkpoint(path))
+    # Each rank checks a part of the files when it opens the checkpoint, and no rank reads before all have.
+    return on_every_rank(lambda: open_checkpoint(found, weights_only))
+
+
+def read_model(source: CheckpointSource, model: nn.Module, strict: bool = True) -> None:
+    """Reads the weights of a checkpoint into a model. All ranks call it, or a single process.
+
+    Args:
+        source: The opened checkpoint.
+        model: Model whose parameters are DTensors on any mesh, or plain tensors.
+        strict: Whether names that only the model or only the checkpoint has are an error.
+
+    Raises:
+        ValueError: The checkpoint is of another model.
+    """
     sizes = {name: size for own in gather(tensor_sizes(get_model_state_dict(model))) for name, size in own.items()}
-    groups = [names_of_all(model, optimizer) for optimizer in optimizers]
-    return on_every_rank(
-        lambda: _read(found, model, sizes, list(zip(optimizers, groups, strict=True)), strict, weights_only)
-    )
+    on_every_rank(lambda: _read_model(source, model, sizes, strict))
+
+
+def read_optimizer(source: CheckpointSource, name: str, model: nn.Module, optimizer: Optimizer) -> None:
+    """Reads the state of an optimizer. All ranks call it, or a single process.
+
+    Args:
+        source: The opened checkpoint.
+        name: Name of the optimizer in the checkpoint; see :func:`optimizer_names`.
+        model: Model of which the optimizer has parameters.
+        optimizer: The optimizer.
+
+    Raises:
+        ValueError: The checkpoint is of another optimizer.
+    """
+    groups = names_of_all(model, optimizer)
+    on_every_rank(lambda: _read_optimizer(source, name, model, optimizer, groups))
+
+
+def optimizer_names(source: CheckpointSource) -> list[str]:
+    """Returns the names of the optimizers in a checkpoint, in the order of the saved run."""
+    return list(itertools.takewhile(source.entries, map(_optimizer_name, itertools.count())))
+
+
+def _optimizer_name(index: int) -> str:
+    return f"optimizer_{index}"
 
 
 def existing_checkpoint(path: str | Path) -> Path:
     """Returns `path`, or its predecessor if a save was killed while it replaced the old checkpoint.
 
     Raises:
-        ValueError: Neither exists.
+        FileNotFoundError: Neither exists.
     """
-    found = atomic_replace.find_complete(Path(path))
+    found = find_complete(Path(path))
     if found is None:
-        raise ValueError(f"{path}: no such checkpoint; give the folder or file of one")
+        raise FileNotFoundError(f"{path}: no such checkpoint; give the folder or file of one")
     if found != Path(path) and is_first_rank():
         warnings.warn(f"{path}: a save was interrupted; taking the checkpoint before it, {found}", stacklevel=2)
     return found
@@ -139,7 +201,7 @@ def existing_checkpoint(path: str | Path) -> Path:
 
 def remove_checkpoint(path: str | Path) -> None:
     """Atomically removes a checkpoint folder or file. Only rank 0 calls it."""
-    atomic_replace.remove(Path(path))
+    remove(Path(path))
 
 
 def tensor_sizes(state: Mapping[str, Any]) -> Sizes:
@@ -177,41 +239,67 @@ def refuse_other_model(path: str | Path, saved: Sizes, own: Sizes, strict: bool)
 # ---- saving
 
 
-def _target(path: str | Path) -> Path:
-    if "://" in str(path):
-        raise ValueError(f"{path}: sharded checkpoints need a local path, or a mounted one")
+def replaceable(path: str | Path) -> Path:
+    """Returns the absolute path of a checkpoint to write.
+
+    Raises:
+        ValueError: `path` is a folder with other contents.
+    """
     target = Path(path).absolute()  # `resolve` would replace what a link points to
-    is_ours = any((target / name).is_file() for name in (REST_FILE, ".metadata"))
+    is_ours = any((target / name).is_file() for name in (REST_FILE, METADATA_FILE))
     if target.is_dir() and not is_ours and any(target.iterdir()):
         raise ValueError(f"{path}: is a folder of other things; give a new name")
     return target
 
 
-def _write(state: dict[str, Any], rest: dict[str, Any], folder: Path) -> None:
+class _Files(FileSystem):
+    """Creates the files of a checkpoint, and computes their checksums meanwhile.
+
+    Args:
+        target: The final path of the checkpoint, for messages.
+    """
+
+    def __init__(self, target: Path) -> None:
+        super().__init__()
+        self.target = target
+        self.checksums: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    @override
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with explained(self.target), ChecksummedFile(path) as stream:
+            yield stream
+        self.checksums[path.name] = stream.checksum
+
+    @override
+    def rename(self, path: Any, new_path: Any) -> None:
+        super().rename(path, new_path)
+        self.checksums[new_path.name] = self.checksums.pop(path.name)
+
+
+def _write(state: dict[str, Any], rest: dict[str, Any], folder: Path, files: _Files) -> None:
+    writer = dcp.FileSystemWriter(folder, sync_files=False)  # the files flush themselves to the disk
+    writer.fs = files
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")  # a single process is intended
-        metadata = dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
+        metadata = dcp.save(state, storage_writer=writer)
     if is_first_rank():
-        torch.save(rest, folder / REST_FILE)
-        check_complete(folder, metadata)
+        with files.create_stream(folder / REST_FILE, "wb") as file:
+            torch.save(rest, file)
+        if (reason := missing_part(folder, metadata)) is not None:
+            raise ValueError(
+                f"{files.target}: incomplete checkpoint: {reason}; all processes must write to one file system"
+            )
+
+
+def _finish(checksums: Mapping[str, int], folder: Path, target: Path) -> None:
+    with explained(target):
+        write_checksums(folder, checksums)
+    commit(folder, target)
+    remove(previous_of(target))  # of a killed process
 
 
 # ---- loading
-
-
-def _read(
-    path: Path,
-    model: nn.Module,
-    sizes: Sizes,
-    optimizers: Sequence[tuple[Optimizer, list[list[str]]]],
-    strict: bool,
-    weights_only: bool | None,
-) -> dict[str, Any]:
-    source = open_checkpoint(path, weights_only)
-    _read_model(source, model, sizes, strict)
-    for index, (optimizer, everyones) in enumerate(optimizers):
-        _read_optimizer(source, f"optimizer_{index}", model, optimizer, everyones)
-    return source.rest
 
 
 def _read_model(source: CheckpointSource, model: nn.Module, of_all: Sizes, strict: bool) -> None:

@@ -143,7 +143,7 @@ class RingAttention:
         if spec.dropout:
             raise ValueError(
                 f"ring attention cannot drop attention weights (attention dropout is {spec.dropout}): set it to 0, "
-                'or use context_parallel_method="ulysses"'
+                "or set ulysses_size=context_parallel_size"
             )
         if spec.mask is not None:
             raise ValueError("ring attention takes no explicit mask: use lengths, packed documents or a window")
@@ -172,7 +172,7 @@ class RingAttention:
             raise ValueError(
                 f"ring attention needs a log-sum-exp, and the kernel for {q.dtype} with head_dim {q.shape[3]} on "
                 f'{q.device.type} ("{kernel.name}") gives none: train in half precision, or use '
-                'context_parallel_method="ulysses"'
+                "set ulysses_size=context_parallel_size"
             )
         return kernel
 

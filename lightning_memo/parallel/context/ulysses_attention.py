@@ -44,7 +44,7 @@ class HeadExchange:
         if heads % self._size:
             raise ValueError(
                 f"{heads} attention heads cannot be divided over {self._size} all-to-all processes: use a number of "
-                'processes that divides the heads, or context_parallel_method="ring"'
+                "processes that divides the heads, or ulysses_size=1 (ring attention)"
             )
         return self._size // math.gcd(self._size, kv_heads)
 

@@ -1,4 +1,4 @@
-"""The pipeline of a run, seen from one of its stages."""
+"""The pipeline of a run, seen from one of its stages, and the weights that its first and its last stage share."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_memo.config import MemoConfig
-from lightning_memo.parallel.batches.current_layout import CurrentLayout
+from lightning_memo.parallel.batches.token_layout import CurrentLayout
 from lightning_memo.parallel.checkpoints.parameter_names import WHOLE_NAMES, WholeNames
 from lightning_memo.parallel.device_mesh import ends_group, pipeline_groups, readers_group
+from lightning_memo.parallel.local_tensors import local_part, resolve_partial
 from lightning_memo.parallel.parallel_sizes import ParallelSizes
-from lightning_memo.parallel.pipeline.batch_agreement import BatchAgreement
-from lightning_memo.parallel.pipeline.gather_stages import STAGE
+from lightning_memo.parallel.pipeline.micro_batch_gradients import Gradients, gradient_places
+from lightning_memo.parallel.pipeline.pipeline_messages import BatchAgreement, StageMessages
 from lightning_memo.parallel.pipeline.pipelined_model import PipelinedModel, StageEngine
 from lightning_memo.parallel.pipeline.stage_forward import StageForward
-from lightning_memo.parallel.pipeline.stage_messages import StageMessages
-from lightning_memo.parallel.pipeline.stage_modules import StagedModel
+from lightning_memo.parallel.pipeline.stage_modules import STAGE, StagedModel
 from lightning_memo.parallel.pipeline.stage_order import most_in_flight, most_waiting
-from lightning_memo.parallel.pipeline.tied_weights import TiedWeights
-from lightning_memo.parallel.zero.gradient_places import Gradients, gradient_places
-from lightning_memo.parallel.zero.units_in_flight import UnitsInFlight
+from lightning_memo.parallel.zero.fsdp_units import UnitsInFlight
 from lightning_memo.utils.find_layers import find_hugging_face
 
 
@@ -57,7 +56,7 @@ class Pipeline:
         self._messages = StageMessages(pipeline_groups(mesh, timeout, 2 if sizes.blocks == 1 else 4), device)
         self.stage = self._messages.stage
         self._zero_bubble = config.pipeline_schedule == "zero_bubble"
-        self._tied = TiedWeights(ends_group(mesh, timeout))
+        self._tied = _TiedWeights(ends_group(mesh, timeout))
         self._staged: StagedModel | None = None
         self._run: PipelinedModel | None = None
         self._gradients: Gradients = {}
@@ -142,3 +141,54 @@ class Pipeline:
     def holders(self, parameter: nn.Parameter) -> int:
         """Return the number of processes that hold a parameter or a part of it."""
         return self._sizes.stage_processes * (2 if parameter in self._tied else 1)
+
+
+class _TiedWeights:
+    """The tied weights of this process: an embedding that is also the head.
+
+    Both stages begin with equal values, add up their gradients, and step alike.
+
+    Args:
+        ends: This process and the one with the other copy; `None` between the first and the last stage.
+    """
+
+    def __init__(self, ends: dist.ProcessGroup | None) -> None:
+        self._ends = ends
+        self._places: list[tuple[nn.Module, str]] = []
+
+    def find(self, staged: StagedModel, stage: int, stages: int) -> None:
+        """Find the tied weights of a model, before other stages' weights are taken out of it."""
+        kept = {0: staged.before, stages - 1: staged.after}.get(stage, ())
+        others = staged.after if stage == 0 else staged.before
+        shared = {id(p) for m in others for p in m.parameters(recurse=False)}
+        self._places = [(m, name) for m in kept for name, p in m.named_parameters(recurse=False) if id(p) in shared]
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return any(getattr(m, name) is parameter for m, name in self._places)
+
+    def add_gradients(self, gradients: Gradients) -> None:
+        """Give both copies of each weight the sum of their gradients. Both stages call this.
+
+        Args:
+            gradients: The gradients, whole or this process's shards, which are those of the other copy.
+        """
+        for place in self._places:
+            of = gradients[place]
+            if of.parameter.requires_grad:
+                of.fill()
+                resolve_partial([of])
+                dist.all_reduce(local_part(of.grad), group=self._ends)
+
+    @torch.no_grad()
+    def share_values(self, gradients: Gradients) -> None:
+        """Give the last stage's copy of each weight the values of the first one's. Both stages call this.
+
+        An optimizer may have them in groups with other settings, as it knows the last stage's copy by another name.
+
+        Args:
+            gradients: The gradients, which know their parameters.
+        """
+        for place in self._places:
+            parameter = gradients[place].parameter
+            if parameter.requires_grad:
+                dist.broadcast(local_part(parameter.detach()), group=self._ends, group_src=0)

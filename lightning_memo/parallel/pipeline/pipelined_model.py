@@ -4,38 +4,39 @@ Note: [A pipeline inside of the model's call]
 The training step of the user calls the model once, with a batch, on every stage. Within this call, the forwards and the
 backwards of all micro-batches run. The call returns the loss of the whole batch, on every stage, so that whatever the
 training step does with it (logs it, scales it, adds to it) is the same on all of them. The gradients wait for the
-backward of this loss: see `held_gradients.py`. So that random numbers that the training step draws afterwards are the
-same on all stages, these leave the call with one random state, whatever their layers have drawn.
+backward of this loss: see `micro_batch_gradients.py`. So that random numbers that the training step draws afterwards
+are the same on all stages, these leave the call with one random state, whatever their layers have drawn.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_memo.kernels.rng_state import RngState
-from lightning_memo.parallel.batches.current_layout import CurrentLayout
+from lightning_memo.parallel.batches.divide_batch import IGNORED
 from lightning_memo.parallel.batches.positions import largest_position
-from lightning_memo.parallel.batches.token_layout import TokenLayout
-from lightning_memo.parallel.pipeline.batch_agreement import BatchAgreement
-from lightning_memo.parallel.pipeline.batch_rows import batch_size, micro_batches_of
-from lightning_memo.parallel.pipeline.held_gradients import HeldGradients
+from lightning_memo.parallel.batches.token_layout import CurrentLayout, TokenLayout
+from lightning_memo.parallel.pipeline.micro_batch_gradients import GradientPlace, HeldGradients
+from lightning_memo.parallel.pipeline.pipeline_messages import BatchAgreement, StageMessages
 from lightning_memo.parallel.pipeline.stage_forward import StageEndError, StageForward
-from lightning_memo.parallel.pipeline.stage_messages import StageMessages
 from lightning_memo.parallel.pipeline.stage_order import StageAction, forwards_only, one_by_one, training_order
 from lightning_memo.parallel.pipeline.weight_gradients import WeightGradients
-from lightning_memo.parallel.zero.gradient_places import GradientPlace
-from lightning_memo.parallel.zero.units_in_flight import UnitsInFlight
+from lightning_memo.parallel.zero.fsdp_units import UnitsInFlight
 from lightning_memo.utils.class_names import class_name
 
 _ABSENT = ("logits", "hidden_states", "attentions", "past_key_values")
 _ASKED = ("output_hidden_states", "output_attentions", "output_router_logits", "past_key_values", "inputs_embeds")
+_BY_ROW: Final = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "token_type_ids")
+_ITEM_COUNT: Final = "num_items_in_batch"
 
 
 class StageEngine(Protocol):
@@ -173,7 +174,7 @@ class PipelinedModel:
         arguments = dict(zip(inspect.signature(forward).parameters, args, strict=False)) | kwargs
         self._check(arguments)
         micro_batches = micro_batches_of(arguments, self._micro_batch_size)
-        whole = functools.partial(largest_position, arguments, batch_size(arguments)[1])
+        whole = functools.partial(largest_position, arguments, _batch_size(arguments)[1])
         with self._current.of_rows(functools.cache(whole)):
             return self._run_batch(forward, micro_batches)
 
@@ -233,7 +234,7 @@ class PipelinedModel:
         If weights of any stage are trained that were frozen before, other stages may have more gradients, too.
         """
         assert self.engine is not None
-        rows, tokens = batch_size(micro_batch)
+        rows, tokens = _batch_size(micro_batch)
         shards = 1 if self._current.layout is None else self._current.layout.shards
         frozen = {p for p in self._model.parameters() if not p.requires_grad}
         thawed, self._frozen = any(p.requires_grad for p in self._frozen), frozen
@@ -285,7 +286,7 @@ class PipelinedModel:
         if self.engine is not None and torch.is_grad_enabled():
             self.engine.begin_micro_batch(action.micro_batch, action.block, action.backward, alone)
         arguments = micro_batches[action.micro_batch]
-        rows, _ = batch_size(arguments)
+        rows, _ = _batch_size(arguments)
         # A recomputation in the backward reads the layout, too.
         self._current.layout = None if layout is None else layout.of_rows(action.micro_batch * rows, rows)
         try:
@@ -340,3 +341,74 @@ class PipelinedModel:
         self._weights.compute(place)
         for gradient in self._gradients:
             gradient.add_up()
+
+
+def _batch_size(arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the rows and the tokens of each row of a model call.
+
+    Raises:
+        ValueError: The call has no `input_ids` `[batch, tokens]`.
+    """
+    ids = arguments.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        given = "none" if ids is None else list(getattr(ids, "shape", ()))
+        raise ValueError(
+            f"pipeline_parallel_size: the model got input_ids {given}: give input_ids [batch, tokens], whose rows are "
+            "divided into micro-batches"
+        )
+    return ids.shape[0], ids.shape[1]
+
+
+def micro_batch_rows(rows: int, micro_batch_size: int) -> int:
+    """Return the rows of each micro-batch of a batch.
+
+    Args:
+        rows: Rows of the batch.
+        micro_batch_size: Rows of a micro-batch as the user gives them. If they do not divide those of the batch,
+            micro-batches have the greatest common divisor of both.
+    """
+    return math.gcd(rows, micro_batch_size)
+
+
+def micro_batches_of(arguments: Mapping[str, Any], micro_batch_size: int) -> list[dict[str, Any]]:
+    """Return the arguments of a model call for each micro-batch.
+
+    Each loss is divided by the labels of the whole batch.
+
+    Args:
+        arguments: The arguments by name, with `labels` `[batch, tokens]`.
+        micro_batch_size: As for `micro_batch_rows`.
+
+    Raises:
+        ValueError: It is not known how to divide an argument.
+    """
+    rows, _ = _batch_size(arguments)
+    arguments = {**arguments, _ITEM_COUNT: _item_count(arguments)}
+    size = micro_batch_rows(rows, micro_batch_size)
+    starts = range(0, rows, size)
+    return [{name: _rows(name, value, rows, start, size) for name, value in arguments.items()} for start in starts]
+
+
+def _rows(name: str, value: Any, rows: int, start: int, size: int) -> Any:
+    """Return some rows of an argument, or all of it if it is no tensor or the same for all rows."""
+    if name == _ITEM_COUNT or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+        return value
+    if not isinstance(value, Tensor) or name not in _BY_ROW or value.dim() < 2 or value.shape[0] not in (1, rows):
+        given = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f"pipeline_parallel_size: it is not known how to divide the argument {name} {given} of the "
+            f"model into micro-batches: give {', '.join(_BY_ROW)} [batch, tokens] only, or set pipeline_parallel_size=1"
+        )
+    return value if value.shape[0] < rows else value[start : start + size]
+
+
+def _item_count(arguments: Mapping[str, Any]) -> Tensor:
+    """Return the number by which losses are divided, an fp32 scalar."""
+    given: Tensor | None = arguments.get(_ITEM_COUNT)
+    if given is not None:
+        return given
+    shifted = arguments.get("shift_labels")
+    targets = arguments["labels"][..., 1:] if shifted is None else shifted
+    ignored = arguments.get("ignore_index", IGNORED)
+    # A batch without any label has loss 0, not 0 / 0.
+    return (targets != ignored).sum().clamp(min=1).to(torch.float32)

@@ -1,4 +1,4 @@
-"""Which modules of a model belong to which stage of a pipeline, and what a stage keeps of the others."""
+"""Divides the modules of a model over the stages of a pipeline, and gathers the weights of all stages again."""
 
 from __future__ import annotations
 
@@ -6,21 +6,30 @@ import contextlib
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from lightning_memo.kernels.rng_state import RngState
 from lightning_memo.parallel.batches.loss_arguments import takes_loss_arguments, why_loss_unfit
-from lightning_memo.parallel.pipeline.call_order import before_layers, has_weights
-from lightning_memo.parallel.pipeline.divide_layers import divide_layers
 from lightning_memo.parallel.pipeline.stage_forward import AbsentLayer, AbsentModule, StageForward
+from lightning_memo.parallel.ranks import gather
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face, find_text_model, select_stacks
 
 _HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+STAGE = "_lightning_memo_stage"
+"""Attribute of a model that has lost the weights of other stages: the state of its forward."""
+
+_TRIED_TOKENS = 2  # in the forward that finds the modules before the layers
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,7 @@ class StagedModel:
         model: The model.
         layers: Its repeated layers, in order.
         before: Modules with weights of their own that the model calls before the layers.
-        after: Those that it calls behind the layers.
+        after: Modules with weights of their own that the model calls behind the layers.
     """
 
     model: nn.Module
@@ -62,15 +71,9 @@ class StagedModel:
         in_layers = {m for layer in stack for m in layer.modules()}
         before = before_layers(model, stack)
         placed = in_layers.union(before)
-        after = [m for m in model.modules() if m not in placed and has_weights(m)]
+        after = [m for m in model.modules() if m not in placed and _has_weights(m)]
         _check_parts(module, model, stack, in_layers, {*before, *after})
         return cls(model, stack, tuple(before), tuple(after))
-
-    @property
-    def tied(self) -> bool:
-        """Whether a module before the layers and one behind them share a weight."""
-        first = {id(p) for m in self.before for p in m.parameters(recurse=False)}
-        return any(id(p) in first for m in self.after for p in m.parameters(recurse=False))
 
     def divide(self, stages: int, blocks: int, given: Sequence[int] | None) -> tuple[int, ...]:
         """Return the number of layers of each block, in the order in which a micro-batch passes through them.
@@ -192,7 +195,7 @@ def _check_parts(
         what = f"weights in {name} that two modules have"
     for name, m in module.named_modules():
         is_known = m in in_layers or (m in around and in_layers.isdisjoint(m.modules()))
-        if not what and not is_known and has_weights(m):
+        if not what and not is_known and _has_weights(m):
             what = f"weights in {name or class_name(m)}"
     if what:
         raise ValueError(
@@ -217,3 +220,160 @@ def _empty(module: nn.Module, forward: Any) -> None:
             for name in table:
                 table[name] = None
     module.forward = forward
+
+
+def divide_layers(costs: Sequence[float], stages: int, after: float = 0.0) -> tuple[int, ...]:
+    """Return the number of layers of each stage, so that the stage that costs most costs as little as possible.
+
+    Among divisions with the same largest cost, the one with the smallest sum of squared costs is taken.
+
+    Args:
+        costs: Cost of each layer, in order.
+        stages: Number of stages, at most as many as layers.
+        after: Cost of what the last stage computes after its layers.
+    """
+    layers = len(costs)
+    sums = [0.0, *itertools.accumulate(costs)]
+
+    def cost(stage: int, start: int, stop: int) -> float:
+        return sums[stop] - sums[start] + after * (stage == stages - 1)
+
+    # Best division of the first `stop` layers over the first stages: largest cost, sum of squares, number of layers.
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for stage in range(stages):
+        extended: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for start, (largest, squares, counts) in best.items():
+            for stop in range(start + 1, layers - (stages - 1 - stage) + 1):
+                own = cost(stage, start, stop)
+                candidate = (max(largest, own), squares + own * own, (*counts, stop - start))
+                if stop not in extended or candidate < extended[stop]:
+                    extended[stop] = candidate
+        best = extended
+    return best[layers][2]
+
+
+class _LayersReachedError(Exception):
+    """Ends a forward where it calls a layer."""
+
+
+def before_layers(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules with weights of their own that a model calls before its layers, in the order of registration.
+
+    A forward of two tokens runs up to the first layer. Modules that it does not call come behind the layers, except for
+    embeddings that are registered before them: a model may call those for some batches only (token types). If the
+    model cannot run such a forward, all modules that are registered before the layers are returned. Forwards of a stage
+    notice a wrong answer.
+
+    Args:
+        model: A causal language model of transformers.
+        layers: Its layers.
+
+    Raises:
+        ValueError: The model changes what an embedding has returned, for which later stages have no memory.
+    """
+    in_layers = {m for layer in layers for m in layer.modules()}
+    first = list(_registered_before(model, in_layers))
+    called = _called_before(model, set(layers))
+    if called is None:
+        return first
+    kept = called | {m for m in first if isinstance(m, nn.Embedding)}
+    return [m for m in model.modules() if m in kept and m not in in_layers and _has_weights(m)]
+
+
+def _has_weights(module: nn.Module) -> bool:
+    """Return whether a module has weights of its own, outside of its children."""
+    return any(True for _ in module.parameters(recurse=False))
+
+
+def _registered_before(model: nn.Module, in_layers: set[nn.Module]) -> Iterator[nn.Module]:
+    for m in model.modules():
+        if m in in_layers:
+            return
+        if _has_weights(m):
+            yield m
+
+
+def _called_before(model: nn.Module, layers: set[nn.Module]) -> set[nn.Module] | None:
+    """Return the modules that a forward calls before its first layer, with the children of modules without layers.
+
+    `None` if the forward fails, or calls no layer.
+    """
+    called: set[nn.Module] = set()
+    embedded: list[Tensor] = []
+
+    def note(module: nn.Module, args: Any) -> None:
+        if module in layers:
+            raise _LayersReachedError
+        if layers.isdisjoint(module.modules()):
+            called.update(module.modules())
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(module, nn.Embedding) and isinstance(output, Tensor):
+            embedded.append(output)
+
+    device = next(model.parameters()).device
+    ids = torch.zeros(1, _TRIED_TOKENS, dtype=torch.long, device=device)
+    handles = [register_module_forward_pre_hook(note), register_module_forward_hook(keep)]
+    reached = False
+    try:
+        with torch.no_grad(), RngState.capture(device).replayed():
+            model.forward(input_ids=ids)
+    except _LayersReachedError:
+        reached = True
+    except Exception:  # models may need other arguments
+        reached = False
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not reached:
+        return None
+    _check_unchanged(model, embedded)
+    return called
+
+
+def _check_unchanged(model: nn.Module, embedded: Sequence[Tensor]) -> None:
+    if any(t._version > 0 for t in embedded):
+        raise ValueError(
+            f"pipeline_parallel_size: {class_name(model)} changes the output of an embedding in place, and later "
+            "stages have no such output: set pipeline_parallel_size=1"
+        )
+
+
+def is_stage(module: nn.Module) -> bool:
+    """Return whether a module has lost the weights of other stages of a pipeline."""
+    return any(hasattr(model, STAGE) for model in find_hugging_face(module))
+
+
+def gather_stages(module: nn.Module) -> dict[str, Any] | None:
+    """Gather the state of all stages in the host memory of the first process, one tensor at a time.
+
+    Args:
+        module: A module that is divided over stages. All processes call this.
+
+    Returns:
+        Full tensors by name on the first process; `None` on the others.
+    """
+    state = {name: value for name, value in get_model_state_dict(module).items() if isinstance(value, Tensor)}
+    everyones = gather({name: (value.shape, value.dtype) for name, value in state.items()})
+    owners: dict[str, int] = {}  # the first process that has a tensor
+    for rank, shapes in enumerate(everyones):
+        for name in shapes:
+            owners.setdefault(name, rank)
+    own = dist.get_rank()
+    whole: dict[str, Tensor] = {}
+    for name, value in state.items():
+        full = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+        if owners[name] == own == 0:
+            whole[name] = full.cpu()
+        elif owners[name] == own:
+            dist.send(full.contiguous(), dst=0)
+    if own > 0:
+        return None
+    device = next(module.parameters()).device
+    for name, owner in owners.items():
+        if owner > 0:
+            shape, dtype = everyones[owner][name]
+            there = torch.empty(shape, dtype=dtype, device=device)
+            dist.recv(there, src=owner)
+            whole[name] = there.cpu()
+    return whole

@@ -143,10 +143,14 @@ class WeightGradients:
         for weight, products in of_weights.items():
             # As autograd does it: what slices of a layer give is added up, and then added to the earlier gradient.
             gradient = products.popleft().of_weight()
+            if weight.grad is None and weight.grad_dtype not in (None, weight.dtype):
+                # Since PyTorch 2.15, weights that FSDP2 gathers in bf16 take gradients in fp32. Autograd converts what
+                # is added up, unless FSDP2 leaves this to the addition to the earlier gradient.
+                gradient = gradient.to(weight.grad_dtype)
             while products:  # memory is given back product by product
                 more = products.popleft().of_weight()
                 gradient = gradient.add_(more) if gradient.dtype is more.dtype else gradient + more
-            torch.autograd.backward(weight, _of_parameter(weight, gradient))
+            torch.autograd.backward(weight, _of_parameter(weight, gradient, weight.grad_dtype))
 
     def keep(self, product: _Product) -> bool:
         """Keep what the gradient of a weight is computed from, if it may wait; returns whether it may.
@@ -234,10 +238,10 @@ class _Linear(torch.autograd.Function):
             dx = dy.matmul(local_part(weight).to(dy.dtype)) if needs_x else None
             db = dy.flatten(0, -2).sum(0).to(ctx.bias_dtype) if needs_bias else None
             product = _Product.of(weight, x, dy)
-            dw = None if ctx.gradients.keep(product) else _of_parameter(weight, product.of_weight())
+            dw = None if ctx.gradients.keep(product) else _of_parameter(weight, product.of_weight(), weight.dtype)
         return dx, dw, db, None
 
 
-def _of_parameter(parameter: Tensor, gradient: Tensor) -> Tensor:
-    gradient = gradient.to(parameter.dtype)
+def _of_parameter(parameter: Tensor, gradient: Tensor, dtype: torch.dtype | None) -> Tensor:
+    gradient = gradient if dtype is None else gradient.to(dtype)
     return ShardedHandle.of(parameter, None).wrap(gradient) if isinstance(parameter, DTensor) else gradient

@@ -1,4 +1,4 @@
-"""Tensor-parallel styles: the forward of a module whose weights are split over the tensor-parallel ranks.
+"""Tensor-parallel styles: the forward of a module whose weights are split over the ranks, and of the whole model.
 
 Note: [Parameters are DTensors, computation is local]
 A parameter is a `DTensor`, so that FSDP2, optimizers and checkpoints know which part of the whole it is. A module's own
@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+
+from lightning_memo.parallel.tensor.divided_logits import divided_logits
 
 STREAM_TOKEN_DIM = 1
 Forward = Callable[..., Any]
@@ -55,13 +57,6 @@ def local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:
     if gradient is None or not parameter.placements[0].is_replicate():
         return parameter.to_local()
     return parameter.to_local(grad_placements=[gradient])
-
-
-def as_last_dim_shard(x: Tensor, mesh: DeviceMesh, size: int) -> DTensor:
-    """Returns the `DTensor` whose last dimension, of total size `size`, is split over the ranks, possibly unevenly."""
-    shape = torch.Size((*x.shape[:-1], size))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(x, mesh, [Shard(x.dim() - 1)], run_check=False, shape=shape, stride=stride)
 
 
 @contextmanager
@@ -211,8 +206,8 @@ class Colwise(TensorStyle):
     Args:
         source: Source of the input: the block of the layer, the layout of the stream, or `None` for a tensor that
             needs no communication, like the output of an adapter's first factor.
-        output: Form of the output: `"local"`, `"gathered"` on every rank, or `"dtensor"`, split in the last dimension
-            (for torch's `loss_parallel`).
+        output: Form of the output: `"local"`, `"gathered"` on every rank, or `"divided"`: logits that are split in the
+            last dimension.
     """
 
     def __init__(self, source: Block | Placement | None, output: str = "local") -> None:
@@ -230,8 +225,8 @@ class Colwise(TensorStyle):
         y = self.project(module, x)
         if self.output == "local":
             return y
-        whole = as_last_dim_shard(y, self.mesh, module.out_features)
-        return whole if self.output == "dtensor" else whole.redistribute(placements=[Replicate()]).to_local()
+        whole = divided_logits(y, self.mesh, module.out_features)
+        return whole if self.output == "divided" else whole.redistribute(placements=[Replicate()]).to_local()
 
     def project(self, module: nn.Module, x: Tensor) -> Tensor:
         return F.linear(x, local(module.weight), None if module.bias is None else local(module.bias))
@@ -293,3 +288,65 @@ class VocabularyParallel(TensorStyle):
 def gradient_of_replica(stream: Placement) -> Placement:
     """Returns the layout of the gradient of a replicated parameter that is applied to the stream."""
     return Replicate() if stream.is_replicate() else Partial()
+
+
+class WholeModel(TensorStyle):
+    """A whole Hugging Face model. Users compute with its outputs, and the same on every rank.
+
+    Its loss becomes a plain tensor: that of transformers' loss function at once, because models add losses of their
+    routers to it, which are plain. Hidden states between blocks are gathered if each rank has some of the tokens.
+
+    Args:
+        stream: Layout of the stream.
+    """
+
+    def __init__(self, stream: Placement) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def forward(self, module: nn.Module, original: Forward, *args: Any, **kwargs: Any) -> Any:
+        as_tuple = kwargs.get("return_dict") is False
+        with self._plain_loss_function(module):
+            result = original(*args, **(kwargs | {"return_dict": True} if as_tuple else kwargs))
+        if isinstance(getattr(result, "loss", None), Tensor):
+            result.loss = _plain(result.loss)
+        states = getattr(result, "hidden_states", None)
+        if self.stream.is_shard() and isinstance(states, tuple):
+            result.hidden_states = tuple(move(t, self.mesh, self.stream, Replicate()) for t in states)
+        return result.to_tuple() if as_tuple else result
+
+    @contextmanager
+    def _plain_loss_function(self, module: nn.Module) -> Iterator[None]:
+        inner, own = getattr(module, "loss_function", None), vars(module).get("_loss_function")
+        if inner is None:
+            yield
+            return
+
+        def loss_function(*args: Any, **kwargs: Any) -> Any:
+            loss = inner(*args, **kwargs)
+            return _plain(loss) if isinstance(loss, Tensor) else loss
+
+        vars(module)["_loss_function"] = functools.wraps(inner)(loss_function)
+        try:
+            yield
+        finally:
+            del vars(module)["_loss_function"]
+            if own is not None:
+                vars(module)["_loss_function"] = own
+
+
+def _plain(loss: Tensor) -> Tensor:
+    result: Tensor = _PlainGradient.apply(loss.full_tensor() if isinstance(loss, DTensor) else loss)
+    return result
+
+
+class _PlainGradient(torch.autograd.Function):
+    """A copy whose gradient is a plain tensor, also if a user adds it to a function of weights or logits."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.clone()  # no view, which `+=` needs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient

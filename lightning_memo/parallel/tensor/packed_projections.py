@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from lightning_memo.parallel.tensor.module_styles import Block, Colwise, local
+from lightning_memo.utils.retained_graph import first_derivative
 
 
 class RowExchange:
@@ -65,7 +66,7 @@ class _PackedLinear(torch.autograd.Function):
         return F.linear(x, exchange.fetch(held))
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, held = ctx.saved_tensors
         grad_x = grad @ ctx.exchange.fetch(held) if ctx.needs_input_grad[0] else None
@@ -84,7 +85,7 @@ class _Fetch(torch.autograd.Function):
         return exchange.fetch(held)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.exchange.give_back(grad), None
 

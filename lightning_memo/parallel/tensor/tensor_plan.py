@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_memo.parallel.tensor.mixtures import is_stacked
+from lightning_memo.parallel.tensor.experts import is_stacked
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_stacks
 

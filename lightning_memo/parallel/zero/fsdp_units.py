@@ -1,4 +1,14 @@
-"""The units of FSDP2 of a sharded module, and what they do in a step."""
+"""The units of FSDP2 of a sharded module in a step, and in a pipeline, where backwards run between forwards.
+
+Note: [Backwards inside of a forward]
+FSDP2 takes the end of a backward for the end of a step. In a pipeline, the model's call goes on, and what FSDP2 notes
+of forwards is put right:
+
+- While ZeRO 3 computes the backward of a layer, FSDP2 gathers the weights of the layer before it, by the order of the
+  forwards since the last backward. These would be forwards of later micro-batches, and at the end of a batch there are
+  none. The order is taken after each forward, and given back before the backward of the same micro-batch.
+- Units around the layers (embedding, head) are in a forward of their own, in which their weights stay gathered.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-# What the groups of parameters do in a backward.
+# Attributes of groups of parameters that decide about their collectives in a backward.
 _IN_BACKWARD = ("reduce_grads", "all_reduce_grads", "reshard_after_backward")
 
 
@@ -31,9 +41,12 @@ def forget_unfinished(module: nn.Module) -> None:
             group._training_state = TrainingState.IDLE
             group.comm_ctx.post_forward_order.clear()
             for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
+                if parameter.unsharded_accumulated_grad is not None:  # before PyTorch 2.15, this may be another tensor
+                    parameter.unsharded_accumulated_grad = None
+            if hasattr(group, "_set_unsharded_grad_dtypes"):  # since PyTorch 2.15, a backward changes these dtypes
+                group._set_unsharded_grad_dtypes(defer_upcast=False)
 
 
 def forget_gathered(module: nn.Module) -> None:
@@ -55,11 +68,11 @@ def parameter_groups(state: Any) -> list[Any]:
 
 def fsdp_units(module: nn.Module) -> list[FSDPModule]:
     """Returns the FSDP2 units of a module, none if it is not sharded."""
-    return fsdp_units_among(module.modules())
+    return _units_among(module.modules())
 
 
-def fsdp_units_among(modules: Iterable[nn.Module]) -> list[FSDPModule]:
-    """Returns those of the modules that are FSDP2 units."""
+def _units_among(modules: Iterable[nn.Module]) -> list[FSDPModule]:
+    """Returns the FSDP2 units among modules."""
     return [unit for unit in modules if isinstance(unit, FSDPModule)]
 
 
@@ -95,7 +108,7 @@ def as_one_forward(layers: Sequence[nn.Module]) -> Iterator[None]:
     Args:
         layers: Layers that are called repeatedly.
     """
-    units = fsdp_units_among(m for layer in layers for m in layer.modules())  # experts are units of their own
+    units = _units_among(m for layer in layers for m in layer.modules())  # experts are units of their own
     states = [unit._get_fsdp_state() for unit in units]
     for unit, state in zip(units, states, strict=True):
         unit.unshard()
@@ -105,3 +118,67 @@ def as_one_forward(layers: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for state in states:
             state._training_state = TrainingState.IDLE
+
+
+class UnitsInFlight:
+    """The units of FSDP2 of a pipeline stage; see Note: [Backwards inside of a forward].
+
+    Args:
+        module: The module that is trained, whose weights have been sharded by FSDP2 or not at all.
+        zero_stage: ZeRO stage.
+    """
+
+    def __init__(self, module: nn.Module, zero_stage: int) -> None:
+        self._module = module
+        self._zero_stage = zero_stage
+        # Inner units first, as a model may be called without the module around it.
+        self._states: list[Any] = [unit._get_fsdp_state() for unit in reversed(fsdp_units(module))]
+        self._groups = [group for state in self._states for group in parameter_groups(state)]
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Within this context backwards are not the last ones of an optimizer step, nor of the model's call."""
+        with accumulating(self._module, self._zero_stage):
+            for group in self._groups:
+                group.reshard_after_backward = group._reshard_after_forward
+            yield
+
+    def take_forward(self) -> list[Any]:
+        """Return the groups of parameters in the order of the forward of a micro-batch, which has run just now."""
+        if not self._states:
+            return []
+        order = self._states[0]._comm_ctx.post_forward_order
+        taken = list(order)
+        order.clear()
+        for group in taken:
+            group._post_forward_indices.clear()
+        return taken
+
+    @contextlib.contextmanager
+    def backward(self, forward: list[Any]) -> Iterator[None]:
+        """Within this context the backward of a micro-batch runs.
+
+        If it fails, gradients that FSDP2 has not reduced are lost, and what was gathered for it is freed.
+
+        Args:
+            forward: The groups that `take_forward` has returned after its forward.
+        """
+        if not self._states:
+            yield
+            return
+        state = self._states[0]  # what is noted is the same object in all
+        running = [each for each in (*self._states, *self._groups) if each._training_state == TrainingState.FORWARD]
+        root = state._state_ctx.iter_forward_root
+        state._comm_ctx.post_forward_order[:] = forward
+        for index, group in enumerate(forward):
+            group._post_forward_indices.append(index)
+        try:
+            yield
+        except BaseException:
+            forget_unfinished(self._module)  # what FSDP2 does at the end of a backward does not come
+            raise
+        finally:
+            for each in running:
+                each._training_state = TrainingState.FORWARD
+            # Otherwise each layer would take itself for the root, and gather weights after all computation before it.
+            state._state_ctx.iter_forward_root = root

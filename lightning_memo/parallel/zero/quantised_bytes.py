@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from lightning_memo.artifacts.compressed_layout import block_bytes
+from lightning_memo.artifacts.slot_layouts import block_bytes
 
 SCALE_BYTES: Final = 4
 

@@ -13,16 +13,16 @@ been rounded before. Rounded again in other blocks, the weights of the backward 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
 
-from lightning_memo.artifacts.compressed_layout import BLOCK
-from lightning_memo.parallel.value_blocks import value_blocks
+from lightning_memo.artifacts.slot_layouts import BLOCK
 from lightning_memo.parallel.zero.fsdp_units import parameter_groups
 from lightning_memo.parallel.zero.quantised_bytes import GRADIENT_BITS, SCALE_BYTES, WEIGHT_BITS, sent_bytes
 
@@ -54,7 +54,8 @@ class Quantised:
     """
 
     def __init__(self, sent: Tensor, values: int, bits: int) -> None:
-        self._values, self._bits = values, bits
+        self._values = values
+        self._bits = bits
         blocks = -(-values // BLOCK)
         integers, scales = sent.split([blocks * BLOCK * bits // 8, blocks * SCALE_BYTES])
         self._integers = integers.view(torch.int8).view(blocks, -1)
@@ -99,6 +100,19 @@ class Quantised:
             return self._integers
         # An arithmetic shift extends the sign.
         return torch.stack([(self._integers << 4) >> 4, self._integers >> 4], -1).view(-1, BLOCK)
+
+
+def value_blocks(t: Tensor) -> Iterator[Tensor]:
+    """Yield whole blocks, and the rest of the values with zeros behind them, each `[blocks, BLOCK]`.
+
+    Args:
+        t: The values, `[values]`.
+    """
+    whole = len(t) // BLOCK * BLOCK
+    if whole:
+        yield t[:whole].view(-1, BLOCK)
+    if whole < len(t):
+        yield functional.pad(t[whole:], (0, whole + BLOCK - len(t)))[None]
 
 
 def _two_in_one(integers: Tensor) -> Tensor:

@@ -2,9 +2,8 @@
 
 Note: [ZeRO by FSDP2]
 Each layer is one FSDP2 unit; experts that are divided over ranks are another one, because fewer ranks hold the same
-ones. Each child of the module is another unit with its remaining parameters, and the module is
-the root unit with the rest. The stages differ in what layers do around a step; the other units stay gathered all
-through the step:
+ones. Each child of the module is another unit with its remaining parameters, and the module is the root unit with the
+rest. The stages differ in what layers do around a step; the other units stay gathered all through the step:
 
 | stage | parameters after the forward | gradients of a micro-batch that is not the last |
 | --- | --- | --- |
@@ -38,15 +37,17 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_leaves
 
 from lightning_memo.parallel.device_mesh import ExpertMeshes
 from lightning_memo.parallel.local_tensors import local_part
-from lightning_memo.parallel.tensor.divide_experts import divided_experts
+from lightning_memo.parallel.tensor.experts import divided_experts
 from lightning_memo.parallel.zero.fsdp_units import fsdp_units, parameter_groups
-from lightning_memo.parallel.zero.neighbour_shards import shard_over_neighbours
 from lightning_memo.parallel.zero.quantised_collectives import send_quantised
+from lightning_memo.utils.around_forward import is_in_backward
 
 # Attribute of a unit whose weights are gathered with those of the layer around it.
 _WITH_LAYER = "_lightning_memo_with_layer"
@@ -191,7 +192,67 @@ def _make_unit(
         unit, mesh=mesh, reshard_after_forward=after, shard_placement_fn=place, mp_policy=policy, offload_policy=home
     )
     if after and neighbours is not None:
-        shard_over_neighbours(unit, neighbours)
+        _shard_over_neighbours(unit, neighbours)
+
+
+def _shard_over_neighbours(unit: nn.Module, neighbours: DeviceMesh) -> None:
+    """Shard the weights of a unit over neighbours between forward and backward.
+
+    `fully_shard` with a number of ranks would make process groups for each unit. They are made by all processes of a
+    run, and stages of a pipeline have different units.
+
+    Args:
+        unit: A unit of FSDP2 that frees its weights after the forward.
+        neighbours: The ranks that hold the weights, as a mesh with two dimensions, of which the last one is neighbours.
+    """
+    info = HSDPMeshInfo(neighbours, shard_mesh_dim=1, replicate_mesh_dim=0)
+    for group in parameter_groups(unit._get_fsdp_state()):
+        group.post_forward_mesh_info = info
+        for of in group.fsdp_params:
+            _NeighbourShard(of, info)
+
+
+class _NeighbourShard:
+    """The part of a weight that this rank keeps for its neighbours between forward and backward.
+
+    FSDP2 gives the module a DTensor of this part. It does not name the tensor-parallel ranks, and gradients of terms of
+    the loss that are computed from weights are lost with it. Here the module has the optimizer's shard meanwhile, as
+    without neighbours.
+
+    Args:
+        of: FSDP2's own description of the parameter, whose transitions are replaced.
+        info: The neighbours.
+    """
+
+    def __init__(self, of: Any, info: HSDPMeshInfo) -> None:
+        self._of = of
+        self._info = info
+        self._place = of.fsdp_placement
+        of.post_forward_mesh_info = info
+        of.to_sharded_post_forward = self._keep
+        of.to_unsharded = self._use
+        of.to_sharded = self._drop
+
+    def _keep(self) -> None:
+        """Free a whole weight, but not this rank's part of it."""
+        of, info = self._of, self._info
+        of._sharded_post_forward_param_data = (
+            of.all_gather_outputs[0].chunk(info.shard_mesh_size)[info.shard_mesh_rank].clone()
+        )
+        type(of).to_sharded(of)
+        of.sharded_state = ShardedState.SHARDED_POST_FORWARD
+        of.fsdp_placement = Shard(0)  # parts of it in memory
+
+    def _use(self) -> None:
+        """Give the module the whole weight, which has been gathered."""
+        type(self._of).to_unsharded(self._of)
+        self._of.fsdp_placement = self._place
+
+    def _drop(self) -> None:
+        """Free the weight, or the part of it."""
+        self._of._sharded_post_forward_param_data = None
+        self._of.fsdp_placement = self._place
+        type(self._of).to_sharded(self._of)
 
 
 def _make_units_of_experts(
@@ -263,8 +324,8 @@ def _expect_no_backward(unit: FSDPModule, layer: nn.Module, inputs: Any, output:
     frozen layer below those that are trained, or a pass under `torch.no_grad()`. Their memory would be freed while it
     is still written.
     """
-    in_backward = torch._C._current_graph_task_id() != -1  # then nothing was recorded
-    if in_backward or any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output)):
+    nothing_recorded = is_in_backward()
+    if nothing_recorded or any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(output)):
         return
     for group in parameter_groups(unit._get_fsdp_state()):
         order = group.comm_ctx.post_forward_order

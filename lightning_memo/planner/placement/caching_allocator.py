@@ -4,7 +4,7 @@ The simulation has the allocator's default settings: no limit on splitting, no r
 collection. Device memory is unlimited, so no segment is returned to the device. Other memory on the device, for example
 parameters, is not simulated, and neither are requests of other streams, which have their own pools.
 
-Tests compare the simulation with torch 2.11, 2.13 and 2.14, which it reproduces exactly, request by request (2.11 if
+Tests compare the simulation with torch 2.11 and 2.13 to 2.15, which it reproduces exactly, request by request (2.11 if
 the addresses of segments ascend). Torch 2.12 chooses differently among free blocks of the same size and may therefore
 need slightly more or less memory.
 """

@@ -9,8 +9,8 @@ from typing import Any, Final
 import highspy
 import numpy as np
 
+from lightning_memo.planner.linear_program import SilentSolver
 from lightning_memo.planner.placement.time_sections import SectionedProblem
-from lightning_memo.planner.silent_solver import SilentSolver
 from lightning_memo.utils.array_types import Integers
 
 MOST_PAIRS: Final = 4000

@@ -20,6 +20,24 @@ from lightning_memo.utils.array_types import Integers
 
 Ranks = npt.NDArray[np.int32]
 _SOURCE = Path(__file__).parent / "csrc" / "placement.cpp"
+_POINTER, _INT32, _INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+_FUNCTIONS: dict[str, native.Signature] = {
+    "placement_new": (_POINTER, _INT32, _INT32, _POINTER),
+    "placement_delete": (None, _POINTER),
+    "placement_fit": (_INT64, _POINTER, _POINTER, _POINTER, _INT32, _POINTER),
+    "placement_skyline": (_INT64, _POINTER, _POINTER, _POINTER, _POINTER),
+    "placement_search": (
+        _INT32,
+        _POINTER,
+        _POINTER,
+        _INT64,
+        _POINTER,
+        _INT64,
+        ctypes.c_double,
+        _POINTER,
+        _POINTER,
+    ),
+}
 
 
 class SearchOutcome(IntEnum):
@@ -140,7 +158,7 @@ def opened(problem: SectionedProblem, library: ctypes.CDLL | None) -> Iterator[N
     if library is None:
         yield PythonCore(problem)
         return
-    handle = library.placement_new(len(problem.size), problem.sections, _at(problem.ranges), _at(problem.size))
+    handle = library.placement_new(len(problem.size), problem.sections, _at(problem.ranges))
     try:
         yield NativeCore(problem, library, ctypes.c_void_p(handle))
     finally:
@@ -154,20 +172,7 @@ def load_library() -> ctypes.CDLL:
     Raises:
         BuildError: There is no compiler, or it failed.
     """
-    library = native.load("placement", [_SOURCE])
-    pointer, int32, int64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-    _declare(library.placement_new, pointer, int32, int32, pointer, pointer)
-    _declare(library.placement_delete, None, pointer)
-    _declare(library.placement_fit, int64, pointer, pointer, pointer, int32, pointer)
-    _declare(library.placement_skyline, int64, pointer, pointer, pointer, pointer)
-    _declare(
-        library.placement_search, int32, pointer, pointer, int64, pointer, int64, ctypes.c_double, pointer, pointer
-    )
-    return library
-
-
-def _declare(function: Any, result: Any, *arguments: Any) -> None:
-    function.restype, function.argtypes = result, list(arguments)
+    return native.load("placement", [_SOURCE], _FUNCTIONS)
 
 
 def _at(array: npt.NDArray[Any]) -> int:

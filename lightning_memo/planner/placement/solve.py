@@ -20,9 +20,8 @@ from lightning_memo.planner.placement.placement_core import (
     available_library,
     opened,
 )
-from lightning_memo.planner.placement.problem import Placement, Problem, peak_bytes
+from lightning_memo.planner.placement.problem import Placement, Problem, peak_bytes, validate
 from lightning_memo.planner.placement.time_sections import SectionedProblem, independent_groups, section
-from lightning_memo.planner.placement.validate import validate
 from lightning_memo.utils.array_types import Integers
 
 MOST_SEARCHED: Final = 5000

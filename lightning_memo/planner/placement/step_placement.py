@@ -12,8 +12,7 @@ import numpy as np
 from lightning_memo.artifacts.buffer_placement import PhasePlacement, StepPlacement
 from lightning_memo.artifacts.trace import Trace
 from lightning_memo.planner.placement import Placement, Problem, Progress, place
-from lightning_memo.planner.placement.problem import peak_bytes
-from lightning_memo.planner.placement.validate import validate
+from lightning_memo.planner.placement.problem import peak_bytes, validate
 from lightning_memo.utils.array_types import Integers
 
 SHARES: Final = (1.0, 0.5, 0.25, 0.1)

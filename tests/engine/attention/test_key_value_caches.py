@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -80,11 +81,42 @@ class WithoutGradients(TwoParts):
         return super().cache_of(tokens)
 
 
-@pytest.mark.parametrize("settings", [{"alpha": 0.0}, {"alpha": 0.5}, {"alpha": 1.0, "slice_tokens": 8}])
-@pytest.mark.parametrize("module", [TwoParts, OwnCache, CopiedCache, WithoutGradients])
+SETTINGS: list[dict[str, Any]] = [{"alpha": 0.0}, {"alpha": 0.5}, {"alpha": 1.0, "slice_tokens": 8}]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("module", [TwoParts, OwnCache, CopiedCache])
 def test_a_cache_of_an_earlier_forward_is_refused(module: Callable[..., Recording], settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="LlamaDecoderLayer gets a key-value cache of an earlier forward"):
         compare(llama, settings, module, steps=1)
+
+
+def prefix_tuning() -> nn.Module:
+    return peft.get_peft_model(llama(), peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+
+
+class AlsoWithout(Recording):
+    """Runs a forward without a cache as well, whose layers are swapped or recomputed."""
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        with self.model.disable_adapter():
+            beside: Tensor = self.model(**batch, use_cache=False).logits.logsumexp(-1).mean()
+        loss: Tensor = self.model(**batch).loss
+        return loss + 0.1 * beside
+
+
+@slow_if(lambda settings: settings != {"alpha": 0.5})
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(
+    ("build", "module"), [(llama, WithoutGradients), (prefix_tuning, Recording), (prefix_tuning, AlsoWithout)]
+)
+def test_layers_that_read_a_cache_run_as_in_plain_training(
+    build: Callable[[], nn.Module], module: Callable[..., Recording], settings: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    model = build()
+    with pytest.warns(UserWarning, match="LlamaDecoderLayer runs as in plain training, because it gets a key-value"):
+        compare(lambda: copy.deepcopy(model), settings, module, steps=3)
 
 
 def test_two_forwards_with_caches_of_their_own() -> None:

@@ -17,7 +17,7 @@ from lightning_memo.engine.attention.hugging_face import _check_among_processes,
 from lightning_memo.engine.attention.mask_patterns import MaskPattern
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.kernels.attention_kernel import block_mask
-from lightning_memo.parallel.batches.current_layout import CurrentLayout
+from lightning_memo.parallel.batches.token_layout import CurrentLayout
 
 TOKENS, BATCH = 40, 2
 CPU = torch.device("cpu")

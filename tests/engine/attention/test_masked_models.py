@@ -44,6 +44,16 @@ def gemma3() -> nn.Module:
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
+def gemma4() -> nn.Module:
+    """Its last layers attend to keys and values of earlier ones, with slices of masks that leave nothing out."""
+    config = transformers.Gemma4TextConfig(
+        **DECODER | {"num_key_value_heads": 2, "num_hidden_layers": 6}, global_head_dim=8, num_kv_shared_layers=2,
+        vocab_size_per_layer_input=VOCABULARY, hidden_size_per_layer_input=8, sliding_window=24,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    return transformers.Gemma4ForCausalLM(config)
+
+
 def llama4() -> nn.Module:
     config = transformers.Llama4TextConfig(
         **DECODER, attention_chunk_size=40, num_local_experts=2, intermediate_size_mlp=64, pad_token_id=0
@@ -168,7 +178,7 @@ def given_additive_mask() -> Batch:
 MODELS: list[tuple[Callable[[], nn.Module], Callable[[], Batch]]] = [
     (gemma3, with_image), (gemma3, without_image), (prefix_lm, text), (own_window, text), (modernbert, text),
     (modernbert, left_padded), (llama, left_padded), (window, left_padded), (llama, holes), (llama4, text),
-    (llama4, left_padded), (bigbird_pegasus, text), (pegasus_x, text), (llama, given_mask),
+    (llama4, left_padded), (gemma4, text), (bigbird_pegasus, text), (pegasus_x, text), (llama, given_mask),
     (llama, given_additive_mask), (eager, text), (bidirectional, text), (bidirectional, right_padded),
     (bidirectional, left_padded), (eager, left_padded), (bigbird_pegasus, left_padded),
     (attention_models.gpt_oss, left_padded), (attention_models.gemma2, left_padded),
@@ -202,6 +212,8 @@ def test_gradients_are_those_of_plain_training(
         (llama, left_padded, "none"),
         (llama, left_padded, "all"),
         (window, left_padded, "all"),
+        (gemma4, text, "attention"),
+        (gemma4, left_padded, "all"),
         (llama4, left_padded, "none"),
         (own_window, text, "all"),
     ],

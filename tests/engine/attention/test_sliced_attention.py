@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_memo.engine.attention.sliced_attention import SlicedAttention
 from lightning_memo.kernels import AttentionResult, AttentionSpec
-from lightning_memo.planner.token_slices import Action, TokenRange
+from lightning_memo.planner.token_slices import KEPT, TokenRange
 
 TOKENS, SLICES = 8, 4
 
@@ -50,7 +50,7 @@ class Noting:
 def test_kernels_get_what_a_slice_sees(window: int | None, asked: int) -> None:
     """Without a window, each slice is brought once for the forward and once for the backward."""
     kernel = Noting()
-    slices = [TokenRange(n * TOKENS, (n + 1) * TOKENS, Action.KEEP) for n in range(SLICES)]
+    slices = [TokenRange(n * TOKENS, (n + 1) * TOKENS, KEPT) for n in range(SLICES)]
     attention, spec = SlicedAttention(kernel, slices), AttentionSpec(window=window)  # type: ignore[arg-type]
     k, v = torch.rand(2, 1, 2, SLICES * TOKENS, 4)
     parts = list(zip(k.split(TOKENS, 2), v.split(TOKENS, 2), strict=True))

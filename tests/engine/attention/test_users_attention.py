@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,8 @@ import torch
 import transformers
 from support.attention.attention_models import text
 from support.attention.recorded_training import BOUND, Recording, compare, errors, plain_training, train
-from support.families import VOCABULARY, PlainModel, make_batch
-from support.harness import Batch
+from support.families import VOCABULARY, PlainBlock, PlainModel, make_batch
+from support.harness import Batch, loss_and_gradients
 from support.markers.slow import slow_if
 from support.trainer_harness import batches, fit
 from torch import Tensor, nn
@@ -242,3 +243,23 @@ def test_a_weight_of_the_last_norm_that_is_replaced() -> None:
     settings = {"plan_memory": False, "alpha": 0.5, "loss_chunk_tokens": 16}
     with pytest.raises(RuntimeError, match=r"a weight of LlamaRMSNorm, .* was changed between"):
         fit(MemoStrategy(**settings), Replacing(llama), batches([make_batch(2, 48)]), max_steps=1)
+
+
+def _louder_everywhere(*tensors: Tensor, **arguments: Any) -> Tensor:
+    return 1.5 * torch._C._nn.scaled_dot_product_attention(*tensors, **arguments)
+
+
+@pytest.mark.filterwarnings("ignore:.*layers run as one slice")
+@pytest.mark.parametrize("settings", SETTINGS[:2])
+@pytest.mark.parametrize("build", [llama, lambda: PlainModel([PlainBlock() for _ in range(3)])], ids=["llama", "block"])
+def test_a_function_in_the_place_of_pytorchs(
+    build: Callable[[], nn.Module], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As packages of attention kernels advise their users to put it there."""
+    torch.manual_seed(0)
+    model = build()
+    before = loss_and_gradients(model, make_batch(2, 48)).loss
+    monkeypatch.setattr(F, "scaled_dot_product_attention", _louder_everywhere)
+    assert loss_and_gradients(model, make_batch(2, 48)).loss != before
+    compare(lambda: copy.deepcopy(model), settings)
+    assert F.scaled_dot_product_attention is _louder_everywhere

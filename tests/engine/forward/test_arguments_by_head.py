@@ -257,7 +257,7 @@ def test_slice_after_slice_through_the_model(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_processes_that_share_tokens(method: str, slices: dict[str, Any]) -> None:
     run = Run(family=llama, tokens=45, steps=2)
-    settings = {"context_parallel_size": 2, "context_parallel_method": method, "alpha": 0.5, **slices}
+    settings = {"context_parallel_size": 2, "ulysses_size": {"ring": 1, "ulysses": 2}[method], "alpha": 0.5, **slices}
     errors = train_together(2, run, settings).worst_error(train_alone(run))
     assert all(error <= BOUND for error in errors.values()), errors
 

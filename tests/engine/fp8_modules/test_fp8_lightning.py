@@ -84,6 +84,13 @@ def test_models_that_configure_model_makes(te: Any, replace_layers: bool | None)
     compare(train(strategy(alpha=0.5)), train(None))
 
 
+def test_the_flag_is_the_short_form_of_the_plugin(te: Any) -> None:
+    def train(by: Any) -> list[Tensor]:
+        return trained(by, LanguageModel(_plain_blocks), max_steps=4, precision="transformer-engine")[1]
+
+    compare(train(strategy(alpha=0.5)), train(None))
+
+
 def test_validation_between_steps(te: Any) -> None:
     settings = {"max_steps": 4, "val_check_interval": 1, "limit_val_batches": 1}
 
@@ -134,11 +141,6 @@ def test_data_parallel_processes_train_as_plainly(tmp_path: Path) -> None:
 
 
 # ---- in one line
-
-
-def test_lightning_refuses_the_flag_for_strategies_of_this_type(te: Any) -> None:
-    with pytest.raises(ValueError, match=r"The `ModelParallelStrategy` does not support .*transformer-engine"):
-        make_trainer(strategy(), precision="transformer-engine")
 
 
 @pytest.mark.parametrize("given", ["weights_dtype", "fallback_compute_dtype"])

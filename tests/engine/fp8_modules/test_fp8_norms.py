@@ -60,7 +60,7 @@ def test_norms_beside_modules_in_fp8(te: Any, recipe: str, alpha: float) -> None
     """The first norm is the first module of the autocast, whose backward updates the histories of all."""
     build = lambda: InFp8(recipe_of(recipe), lambda: blocks_of(_NormedBlock))  # noqa: E731
     _, expected = trained(None, build(), max_steps=4)
-    result, found = trained(strategy(alpha=alpha, check_restored=True), build(), max_steps=4)
+    result, found = trained(strategy(alpha=alpha), build(), max_steps=4)
     assert result.plan.swap.whole_layers is (alpha == 0.5)
     compare(found, expected)
 
@@ -72,7 +72,7 @@ def test_layers_with_its_norms_only_are_cut(te: Any, alpha: float, amp: bool) ->
     torch.manual_seed(0)
     model, batch = on_device(blocks_of(_NormsOnly)), make_batch(2, 32)
     plain = loss_and_gradients(model, batch, amp)
-    with EngineUnderTest(model, check_restored=True) as whole:
+    with EngineUnderTest(model) as whole:
         whole.profile_step(batch, amp)
         whole.load(alpha)
         assert not whole.engine.layer_classes.why_whole
@@ -80,7 +80,7 @@ def test_layers_with_its_norms_only_are_cut(te: Any, alpha: float, amp: bool) ->
             assert_equal(whole.step(batch, amp), plain)
         else:
             assert whole.step(batch, amp).distance(plain) < ROUNDED[amp]
-    with EngineUnderTest(model, check_restored=True, slice_tokens=8) as sliced:
+    with EngineUnderTest(model, slice_tokens=8) as sliced:
         sliced.profile_step(batch, amp)
         sliced.load(alpha)
         assert sliced.step(batch, amp).distance(plain) < ROUNDED[amp]

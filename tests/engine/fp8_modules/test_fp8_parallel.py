@@ -22,7 +22,7 @@ from lightning_memo import MemoStrategy
 BOUND = 1e-5
 WAYS: dict[str, dict[str, Any]] = {
     "ring": {"context_parallel_size": 2},
-    "ulysses": {"context_parallel_size": 2, "context_parallel_method": "ulysses"},
+    "ulysses": {"context_parallel_size": 2, "ulysses_size": 2},
     "pipeline": {"pipeline_parallel_size": 2},
     "zero 1": {"zero_stage": 1},
     "zero 3": {"zero_stage": 3},

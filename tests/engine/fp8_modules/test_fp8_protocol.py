@@ -27,9 +27,9 @@ from support.transformer_engine_stand_in.protocol import (
     steps_of,
 )
 
-from lightning_memo.engine.fp8_modules.global_state import FIRST, LAST, MANAGER_NAMES, STATE_NAMES
-from lightning_memo.engine.fp8_modules.supported_fp8 import CLASSES, RECIPES
-from lightning_memo.kernels.packages.kernel_packages import TRANSFORMER_ENGINE
+from lightning_memo.engine.fp8_modules import CLASSES, RECIPES
+from lightning_memo.engine.fp8_state import FIRST, LAST, MANAGER_NAMES, STATE_NAMES
+from lightning_memo.kernels.kernel_packages import TRANSFORMER_ENGINE
 
 # What the stand-in has not: custom recipes, CUDA graphs, calibration, and buffers of communication.
 _FORWARD = {"fp8_graph_capturing", "is_fp8_enabled()", "get_fp8_recipe()", "fp8_calibration"}

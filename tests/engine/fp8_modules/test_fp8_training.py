@@ -32,7 +32,7 @@ from lightning_memo import MemoStrategy
 
 pytestmark = [pytest.mark.usefixtures("own_folder")]
 
-SETTINGS = {"plan_memory": False, "check_restored": True}
+SETTINGS = {"plan_memory": False}
 
 
 def strategy(alpha: float, **settings: Any) -> MemoStrategy:

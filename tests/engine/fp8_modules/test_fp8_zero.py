@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_memo import MemoLoop, MemoStrategy
-from lightning_memo.parallel.clip_gradients import clip_by_norm
+from lightning_memo.parallel.mesh_precision import clip_by_norm
 from lightning_memo.parallel.zero.quantised_collectives import send_quantised
 
 STEPS, PROCESSES = 3, 2
@@ -107,9 +107,7 @@ def size_of(count: int) -> int:
 def by_strategy(run: Run, alpha: Any) -> list[Tensor]:
     """Train by the strategy. Returns losses, gradients, weights, scales and histories."""
     module, scales, gradients = run.module(), Scales(), Gradients()
-    strategy = MemoStrategy(
-        **{"alpha": alpha, "zero_stage": run.stage, "plan_memory": False, "check_restored": True, **run.settings}
-    )
+    strategy = MemoStrategy(**{"alpha": alpha, "zero_stage": run.stage, "plan_memory": False, **run.settings})
     trainer = make_trainer(
         strategy,
         devices=dist.get_world_size(),

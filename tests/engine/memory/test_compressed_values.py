@@ -10,7 +10,7 @@ import torch
 from support.devices import DEVICE
 from torch import Tensor
 
-from lightning_memo.artifacts.compressed_layout import BLOCK, compressed_bytes
+from lightning_memo.artifacts.slot_layouts import BLOCK, compressed_bytes
 from lightning_memo.engine.memory import compressed_values
 from lightning_memo.engine.memory.compressed_values import CompressedValues
 from lightning_memo.engine.memory.slot import Slot, SlotShare

@@ -8,14 +8,14 @@ from support.families import FAMILIES, make_batch
 from support.samples.storage_kinds import TOKENS, ByKind, everything
 from torch import Tensor
 
-from lightning_memo.engine.memory.resident_tensors import ResidentTensors
-from lightning_memo.engine.memory.saved_storages import KeptTensor
+from lightning_memo.engine.layers.call_storage import ResidentTensors
+from lightning_memo.engine.memory.noted_tensors import NotedTensor
 
 
 def test_a_whole_tensor_is_kept_without_a_copy() -> None:
     resident, t = ResidentTensors(), torch.rand(3, 4)
     kept, known = resident.keep(t), resident.find(t.T)
-    assert isinstance(kept, KeptTensor) and isinstance(known, KeptTensor)
+    assert isinstance(kept, NotedTensor) and isinstance(known, NotedTensor)
     assert kept.tensor.data_ptr() == known.tensor.data_ptr() == t.data_ptr()
     assert known.tensor.shape == (4, 3)
     assert resident.size_bytes == t.nbytes
@@ -47,7 +47,7 @@ def test_a_change_between_forward_and_backward_ends_the_backward() -> None:
         under_test.load_storage(everything(under_test.products))
         loss = model(**batch).loss
         weights = {p.data_ptr() for p in model.parameters()}
-        kept = [t.tensor for t in gc.get_objects() if isinstance(t, KeptTensor) and t.tensor.dim() == 3]
+        kept = [t.tensor for t in gc.get_objects() if isinstance(t, NotedTensor) and t.tensor.dim() == 3]
         activations = [t for t in kept if t.data_ptr() not in weights]
         assert activations
         activations[-1].mul_(2)

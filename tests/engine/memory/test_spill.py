@@ -16,11 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memo.artifacts import spill_layout
-from lightning_memo.artifacts.spill_layout import BLOCK_BYTES, SpillLayout
+from lightning_memo.artifacts import slot_layouts as spill_layout
+from lightning_memo.artifacts.slot_layouts import BLOCK_BYTES, SpillLayout
 from lightning_memo.engine import TestMode
-from lightning_memo.engine.copies.copy_events import CopyEvent
-from lightning_memo.engine.copies.thread_stream import ThreadCopyStream
+from lightning_memo.engine.copy_streams import CopyEvent, ThreadCopyStream
 from lightning_memo.engine.memory import spill, spill_file
 from lightning_memo.engine.memory.spill import Spill
 from lightning_memo.engine.memory.spill_file import SpillError, SpillFile
@@ -69,7 +68,7 @@ def there_and_back(tier: Spill, sources: list[Tensor]) -> list[Tensor]:
     for place, write in reversed(list(zip(places, writes, strict=True))):
         assert place is not None
         buffer.fill_(1)
-        tier.read(buffer, place.start, [write]).wait()
+        tier.read(buffer, place.start, write).wait()
         arrived.insert(0, buffer.clone())
         tier.give_back(place)
     return arrived

@@ -20,10 +20,10 @@ from support.trainer_harness import LanguageModel, Result, ResumableLoader, Sequ
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.artifacts.spill_layout import SpillLayout, whole_blocks
-from lightning_memo.artifacts.storage_budget import NvmeTier, StorageBudget
+from lightning_memo.artifacts.slot_layouts import SpillLayout, whole_blocks
+from lightning_memo.artifacts.storage_plan import NvmeTier, StorageBudget
 from lightning_memo.engine.memory.spill_file import SpillError
-from lightning_memo.planner.storage.sensitivity import resource_sensitivities
+from lightning_memo.planner.plan_storage_kinds import resource_sensitivities
 from lightning_memo.profiler import measured_costs as costs
 from lightning_memo.reports.plan_tables import plan_tables
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -136,7 +137,16 @@ def test_plain_training_keeps_a_copy_of_each(frozen: bool) -> None:
     del loss
 
 
-def test_a_weight_that_changed_since_is_refused() -> None:
+def _write(weight: nn.Parameter) -> None:
+    weight.mul_(2)
+
+
+def _replace(weight: nn.Parameter) -> None:
+    weight.data = weight.data * 2
+
+
+@pytest.mark.parametrize("change", [_write, _replace])
+def test_a_weight_that_changed_since_is_refused(change: Callable[[nn.Parameter], None]) -> None:
     model, weights = build("llama")
     with EngineUnderTest(model) as under_test:
         under_test.profile_step(BATCH, amp=True)
@@ -144,7 +154,7 @@ def test_a_weight_that_changed_since_is_refused() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(**BATCH).loss
         with torch.no_grad():
-            weights[0].mul_(2)
-        with pytest.raises(RuntimeError, match="a weight that the backward needs was changed in place"):
+            change(weights[0])
+        with pytest.raises(RuntimeError, match="a weight that the backward needs was changed after the forward"):
             loss.backward()
         del loss

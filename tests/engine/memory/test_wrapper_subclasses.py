@@ -37,7 +37,7 @@ CASES = [
 @pytest.mark.parametrize(("kind", "settings"), CASES, ids=str)
 def test_losses_are_those_of_plain_training(kind: type[Tensor], settings: dict[str, object]) -> None:
     budget = {"device_memory": "1100KiB"} if "storage" in settings else {}
-    strategy = MemoStrategy(check_restored=True, plan_memory=False, **settings, **budget)
+    strategy = MemoStrategy(plan_memory=False, **settings, **budget)
     result, expected = fit(strategy, module(kind), max_steps=3), plain(module(kind), max_steps=3)
     exact = settings.get("alpha") in (0.0, 1.0)
     assert result.plan.swap.mode == "memo"

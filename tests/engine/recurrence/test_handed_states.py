@@ -16,13 +16,15 @@ from support.harness import Batch, EngineUnderTest, Step, gradients_of, loss_and
 from support.markers.slow import slow_if
 from torch import nn
 
-from lightning_memo.engine.recurrence.intercept_states import handing
-from lightning_memo.planner.token_slices import Action, TokenRange
+from lightning_memo.artifacts.tensor_kind_costs import Place
+from lightning_memo.engine.recurrence import handing
+from lightning_memo.planner.token_slices import KEPT, RECOMPUTED, SWAPPED, TokenRange
 
 TOKENS = 70
 # Of each gradient, relative to its norm: slices only sum in another order, and cut chunks in other places.
 BOUND = 1e-5
-KEEP, SWAP, RECOMPUTE = Action.KEEP, Action.SWAP, Action.RECOMPUTE
+KEEP, SWAP, RECOMPUTE = KEPT, SWAPPED, RECOMPUTED
+Places = tuple[tuple[str, Place], ...]
 FEW = ("Qwen3NextConfig", "BambaConfig", "Lfm2Config")
 few_kinds = slow_if(lambda config: config not in FEW)
 
@@ -49,7 +51,7 @@ def assert_like(actual: Step, plain: Step) -> None:
     assert not wrong
 
 
-def cut(*parts: tuple[int, Action]) -> tuple[TokenRange, ...]:
+def cut(*parts: tuple[int, Places]) -> tuple[TokenRange, ...]:
     starts = (0, *(stop for stop, _ in parts))
     return tuple(TokenRange(start, stop, action) for start, (stop, action) in zip(starts, parts, strict=False))
 

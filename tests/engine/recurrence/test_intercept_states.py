@@ -12,8 +12,7 @@ import torch
 from support.architectures.hybrids import make_hybrid
 from torch import Tensor, nn
 
-from lightning_memo.engine.recurrence.intercept_states import handing
-from lightning_memo.engine.recurrence.state_functions import StateCall
+from lightning_memo.engine.recurrence import StateCall, handing
 
 
 def layer_and_home(config: str = "Qwen3NextConfig") -> tuple[nn.Module, Any]:

@@ -363,7 +363,7 @@ def test_counts_of_classes_and_contexts(kind: type[nn.Module], alpha: float) -> 
 
 CHANGED = [
     (Global, set_global, "Global was recomputed with other values than in its forward"),
-    (Written, write_large, r"Written.large \(Written\) was changed between a forward and its backward"),
+    (Written, write_large, r"Written.large was changed between a forward and its backward"),
     (Written, write_bias, r"Linear.bias \(Written\) was changed between"),
     (Written, set_weight_data, r"Linear.weight \(Written\) was changed between"),
 ]

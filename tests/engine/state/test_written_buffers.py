@@ -70,10 +70,25 @@ class Mean(Written):
         self.history = 0.9 * self.history + x.detach().mean().abs()
 
 
+class Queue(Written):
+    """Writes a part of a buffer that is too large for a copy in each recomputation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(4096, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * (1 + self.queue[: x.shape[1]].clone())
+
+    def write(self, x: Tensor) -> None:
+        self.queue[: x.shape[1]].lerp_(x.detach().mean(0), 0.5)
+
+
 @slow_if(lambda alpha: alpha != 0.5)
 @pytest.mark.filterwarnings("ignore:.*layers run as one slice")
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("kind", [Written, Twice, Bounded, Mean])
+@pytest.mark.parametrize("kind", [Written, Twice, Bounded, Mean, Queue])
 def test_buffers_that_autograd_saves(kind: type[Written], alpha: float) -> None:
     compare(blocks(kind), {"alpha": alpha})
 

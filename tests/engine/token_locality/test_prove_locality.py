@@ -13,9 +13,9 @@ from support.processes import run_in_processes
 from torch import nn
 
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.token_locality import alike_layers
-from lightning_memo.engine.token_locality.prove_locality import prove_locality
+from lightning_memo.engine.token_locality.prove_locality import LocalityProofs, prove_locality
 
+NAME = "lightning_memo.engine.token_locality.prove_locality.prove_locality"
 TOKENS, HIDDEN, HEADS = 24, 16, 4
 
 
@@ -188,7 +188,7 @@ def test_layers_that_are_alike_are_proven_once(family, forms, monkeypatch):
         proofs.append(args)
         return prove_locality(*args)
 
-    monkeypatch.setattr(alike_layers, "prove_locality", counted)
+    monkeypatch.setattr(NAME, counted)
     with EngineUnderTest(FAMILIES[family].build()) as under_test:
         under_test.profile_step(make_batch(2, 24))
         assert not under_test.engine.layer_classes.why_whole
@@ -197,7 +197,7 @@ def test_layers_that_are_alike_are_proven_once(family, forms, monkeypatch):
 
 def proofs_of_training(settings):
     """Train in this process, one of a group, and return the number of proofs."""
-    with mock.patch.object(alike_layers, "prove_locality", wraps=prove_locality) as proofs:
+    with mock.patch(NAME, wraps=prove_locality) as proofs:
         train(Run(steps=1), {"alpha": 0.5} | settings)
     return proofs.call_count
 
@@ -229,7 +229,7 @@ def test_layers_that_differ_in_what_they_use_are_proven_each(modes, inserted, fi
     layers = [Layer(inserted) for _ in modes]
     for layer, mode in zip(layers, modes, strict=True):
         layer.mode = mode
-    proofs, x = alike_layers.LocalityProofs(layers), torch.randn(2, TOKENS, HIDDEN)
+    proofs, x = LocalityProofs(layers), torch.randn(2, TOKENS, HIDDEN)
     for layer in (layers[first], layers[1 - first]):
         call = LayerCall(layer, layer.forward, (), {}, TOKENS, 2)
         assert proofs.of(call, x, "the same class and call").why_not == prove_locality(call, x).why_not

@@ -20,8 +20,7 @@ from lightning_memo import MemoStrategy
 from lightning_memo.engine.modules import layer_classes
 from lightning_memo.engine.slices import slice_schedules
 from lightning_memo.engine.state.layer_state import LayerState
-from lightning_memo.engine.token_locality import alike_layers
-from lightning_memo.engine.token_locality.prove_locality import Locality
+from lightning_memo.engine.token_locality.prove_locality import Locality, LocalityProofs
 
 CHUNKS, DRAWS = 40, draws(300)
 BOUND = 1e-5  # of a parameter's gradient
@@ -77,7 +76,7 @@ def test_once_refused_without_need(seed: int) -> None:
 
 
 def _no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alike_layers.LocalityProofs, "of", lambda *_: Locality(""))
+    monkeypatch.setattr(LocalityProofs, "of", lambda *_: Locality(""))
     monkeypatch.setattr(layer_classes, "why_other_at", lambda *_: "")
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_memo import MemoStrategy
-from lightning_memo.engine.token_locality import fake_run
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -25,9 +24,7 @@ OUTSIDE = torch.zeros(())
 
 
 @pytest.fixture(autouse=True)
-def _empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No thread lets go of anything here, which proofs wait for."""
-    monkeypatch.setattr(fake_run, "WAITS_FOR_GRAPHS", (0.001,))
+def _empty() -> None:
     LOSSES.clear()
     OUTSIDE.zero_()
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from lightning_memo import MemoStrategy
+from lightning_memo.engine.forward.collected_outputs import TokenPlace
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.forward.layer_output import TokenPlace
-from lightning_memo.engine.modules.compare_slices import difference_in_slices
+from lightning_memo.engine.modules.slice_comparison import difference_in_slices
 
 BATCH = make_batch(2, 48, seed=0)
 

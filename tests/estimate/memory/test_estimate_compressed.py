@@ -7,19 +7,17 @@ from typing import Any
 
 import pytest
 
-from lightning_memo.estimate.inputs.constants import constants_of
-from lightning_memo.estimate.inputs.parallelism import Parallelism
-from lightning_memo.estimate.inputs.presets import load_cluster, load_model
-from lightning_memo.estimate.memory.activations import layer_activations
-from lightning_memo.estimate.memory.slice_settings import Slices
-from lightning_memo.estimate.request.estimate_request import Question
-from lightning_memo.estimate.request.training_methods import check_question, element_bytes, layer_kernels
-from lightning_memo.estimate.step.planner_inputs import estimated_layer_costs
-from lightning_memo.estimate.step.step_estimate import estimate
+from lightning_memo.estimate.cluster import constants_of
+from lightning_memo.estimate.planner_inputs import estimated_layer_costs
+from lightning_memo.estimate.presets import load_cluster, load_model
+from lightning_memo.estimate.request import EstimateRequest, Parallelism, check_request
+from lightning_memo.estimate.saved_tensors import layer_activations
+from lightning_memo.estimate.slice_settings import Slices
+from lightning_memo.estimate.step_estimate import estimate
 
 
-def ask(precision: str = "fp8", **changes: Any) -> Question:
-    question = Question(
+def ask(precision: str = "fp8", **changes: Any) -> EstimateRequest:
+    request = EstimateRequest(
         shape=load_model("llama3_2_1b"),
         cluster=load_cluster("h100"),
         constants=constants_of("h100"),
@@ -30,14 +28,14 @@ def ask(precision: str = "fp8", **changes: Any) -> Question:
         precision="bf16-true",
         swap_precision=precision,  # type: ignore[arg-type]
     )
-    return replace(question, **changes)
+    return replace(request, **changes)
 
 
 def test_bytes_of_a_layer() -> None:
     """In bf16 half of everything is left, apart from input, queries, keys, values, attention output, and statistics."""
-    question = ask()
-    shape, sizes = question.shape, element_bytes(question)
-    kept = layer_activations(shape, kernels=layer_kernels(question), sizes=sizes)
+    request = ask()
+    shape, sizes = request.shape, request.element_bytes
+    kept = layer_activations(shape, sizes=sizes)
     of_attention = 2 * (shape.hidden + 2 * shape.kv_heads * shape.head_dim)
     statistics = kept.others - kept.compressible - of_attention
     assert 0 < statistics < 0.01 * kept.others
@@ -88,8 +86,6 @@ def test_slices_on_the_host(alpha: float | None) -> None:
 
 
 def test_where_it_is_not_estimated() -> None:
-    for changes in ({"method": "full_recompute"}, {"method": "megatron"}):
-        with pytest.raises(
-            ValueError, match="swap_precision=fp8 is estimated for what this package swaps: leave it out"
-        ):
-            check_question(ask(**changes))
+    for method in ("full_recompute", "plain"):
+        with pytest.raises(ValueError, match="swap_precision=fp8 is estimated for methods that swap: leave it out"):
+            check_request(ask(method=method))

@@ -27,7 +27,7 @@ from lightning_memo import MemoStrategy
 from lightning_memo.config import MemoConfig
 from lightning_memo.parallel.local_tensors import local_part
 from lightning_memo.parallel.parallel_sizes import ParallelSizes, resolve_sizes
-from lightning_memo.parallel.tensor.divide_experts import check_experts
+from lightning_memo.parallel.tensor.experts import check_experts
 
 _EP2, _EP4 = {"expert_parallel_size": 2}, {"expert_parallel_size": 4}
 _CP2, _TP2 = {"context_parallel_size": 2}, {"tensor_parallel_size": 2}
@@ -43,7 +43,7 @@ CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp4 ep2 zero3": (4, _EP2 | {"zero_stage": 3}),
     "dp2 x cp2 ep2 zero3": (4, _EP2 | _CP2 | {"zero_stage": 3}),
     "dp2 x cp2 ep4": (4, _EP4 | _CP2),
-    "dp2 x cp2 ep4 zero3 ulysses": (4, _EP4 | _CP2 | {"zero_stage": 3, "context_parallel_method": "ulysses"}),
+    "dp2 x cp2 ep4 zero3 ulysses": (4, _EP4 | _CP2 | {"zero_stage": 3, "ulysses_size": 2}),
     "ep2 x tp2": (4, _EP2 | _TP2 | {"sequence_parallel": False}),
     "ep2 x tp2+sp": (4, _EP2 | _TP2),
 }

@@ -17,9 +17,8 @@ from support.samples.collectives import Counting
 from support.samples.configurations import BOUND
 from typing_extensions import override
 
-from lightning_memo.parallel.tensor import token_exchange
-from lightning_memo.planner.storage.storage_plan_slices import stored_slices
-from lightning_memo.planner.token_slices import Action
+from lightning_memo.parallel.tensor import experts
+from lightning_memo.planner.storage_plan_slices import stored_slices
 
 _EP2 = {"expert_parallel_size": 2}
 _CP2, _TP2 = {"context_parallel_size": 2}, {"tensor_parallel_size": 2}
@@ -114,7 +113,7 @@ def test_results_of_exchanges_that_are_stored_are_not_sent_again(alpha: float, a
 def _recomputed_slices(trainer: Any) -> dict[str, Any]:
     storage = trainer.strategy.plan.swap.storage
     slices = [part for call in range(4) for part in stored_slices(storage, call, 300)]
-    return {"recomputed": sum(part.action is Action.RECOMPUTE for part in slices), "slices": len(slices)}
+    return {"recomputed": sum(part.recomputes for part in slices), "slices": len(slices)}
 
 
 @pytest.mark.slow
@@ -134,13 +133,13 @@ class SlowExchanges(Callback):
 
     @override
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        exchange = token_exchange._exchange
+        exchange = experts._exchange
 
         def slowly(*args: Any) -> torch.Tensor:
             time.sleep(_SLOW_SECONDS)
             return exchange(*args)
 
-        self._patch = mock.patch.object(token_exchange, "_exchange", slowly)
+        self._patch = mock.patch.object(experts, "_exchange", slowly)
         self._patch.start()
 
     @override

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 
-from lightning_memo.parallel.batches.current_layout import CurrentLayout
 from lightning_memo.parallel.batches.router_losses import RouterLosses, balancing_loss
+from lightning_memo.parallel.batches.token_layout import CurrentLayout
 
 
 def check(configuration: str, run: Run, alpha: float = 0.5) -> None:

@@ -110,8 +110,8 @@ def test_masks_on_one_process_only(change: Callable[[int, Row], Row], way: str) 
         ("mixtral", 2, {"schedule": "slice", "slice_tokens": 20}),
         ("mixtral", 4, {"zero_stage": 3}),
         ("mixtral", 4, {"tensor_parallel_size": 2}),
-        ("mixtral", 4, {"context_parallel_size": 2, "context_parallel_method": "ulysses"}),
-        ("mixtral", 4, {"context_parallel_size": 2, "context_parallel_method": "ulysses", "expert_parallel_size": 4}),
+        ("mixtral", 4, {"context_parallel_size": 2, "ulysses_size": 2}),
+        ("mixtral", 4, {"context_parallel_size": 2, "ulysses_size": 2, "expert_parallel_size": 4}),
     ],
     ids=str,
 )

@@ -29,10 +29,10 @@ from typing_extensions import override
 
 from lightning_memo import MemoStrategy
 from lightning_memo.parallel.batches.divide_batch import BatchSharder
-from lightning_memo.parallel.batches.separate_documents import separate_documents
+from lightning_memo.parallel.batches.positions import separate_documents
 
 MODELS = ("qwen2_5_vl", "qwen3_vl", "gemma3")
-RING, ULYSSES = ({"context_parallel_size": 2, "context_parallel_method": method} for method in ("ring", "ulysses"))
+RING, ULYSSES = ({"context_parallel_size": 2, "ulysses_size": size} for size in (1, 2))
 # Tokens, images of each row, and padding.
 ROWS = {
     "odd": (61, (1, 2), 0),

@@ -13,9 +13,8 @@ from support.parallel_training import Run, train_alone, train_together
 from support.samples.configurations import BOUND
 from torch import nn
 
-from lightning_memo.parallel.pipeline.call_order import before_layers
 from lightning_memo.parallel.pipeline.stage_forward import StageForward
-from lightning_memo.parallel.pipeline.stage_modules import StagedModel
+from lightning_memo.parallel.pipeline.stage_modules import StagedModel, before_layers
 
 NARROW = {"word_embed_proj_dim": 16}  # embeddings narrower than the layers, and projections before and behind these
 TRAINED = [
@@ -50,7 +49,6 @@ def test_modules_behind_the_layers_may_be_registered_before_them() -> None:
     staged = StagedModel.of(model, None)
     assert set(staged.before) == {decoder.embed_tokens, decoder.embed_positions, decoder.project_in}
     assert set(staged.after) == {decoder.final_layer_norm, decoder.project_out, model.lm_head}
-    assert staged.tied
 
 
 def test_modules_before_the_layers_may_be_registered_behind_them() -> None:

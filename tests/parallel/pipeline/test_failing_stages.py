@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from typing_extensions import override
 
-from lightning_memo.parallel.zero.gradient_places import gradient_places
-from lightning_memo.parallel.zero.units_in_flight import UnitsInFlight
+from lightning_memo.parallel.pipeline.micro_batch_gradients import gradient_places
+from lightning_memo.parallel.zero.fsdp_units import UnitsInFlight
 from lightning_memo.parallel.zero.zero_sharding import ZeroSettings, shard_state
 
 TIMEOUT = 20.0

@@ -74,7 +74,7 @@ def test_kinds_of_models(family: str) -> None:
 def test_three_stages_three_blocks_delays_and_poison() -> None:
     """Five micro-batches are no multiple of three stages."""
     settings = {"alpha": 0.5, "virtual_pipeline_size": 3, "pipeline_layers": [1, 1, 2, 1, 1, 1, 1, 1, 1]}
-    settings |= {"test_mode": TestMode(5, 0.0005), "check_restored": True}
+    settings |= {"test_mode": TestMode(5, 0.0005)}
     notes = check(run_of(layers=10, batch=5), settings, stages=3)
     assert notes["in_use"] == [0, 0, 0] and notes["unplanned"] == notes["overflow"] == [0, 0, 0]
 
@@ -104,7 +104,7 @@ def test_longer_batches_are_profiled_again() -> None:
         {"tensor_parallel_size": 2},
         {"tensor_parallel_size": 2, "sequence_parallel": False, "loss_parallel": False},
         {"context_parallel_size": 2},
-        {"context_parallel_size": 2, "context_parallel_method": "ulysses"},
+        {"context_parallel_size": 2, "ulysses_size": 2},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())) or "data",
 )

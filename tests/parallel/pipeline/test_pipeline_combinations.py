@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from lightning_memo import MemoStrategy
 from lightning_memo.engine import TestMode
-from lightning_memo.parallel.pipeline.stage_messages import StageMessages
+from lightning_memo.parallel.pipeline.pipeline_messages import StageMessages
 
 PARTS = ("loss", "norm", "gradients", "weights")
 STEPS = 3
@@ -97,7 +97,7 @@ def test_rows_of_several_documents() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("divided", ["tp2+sp", "cp2 ring"])
 def test_longer_batches_delays_and_poison(divided: str) -> None:
-    settings = {"alpha": 0.5, "test_mode": TestMode(5, 0.0005), "check_restored": True, "micro_batch_size": 2}
+    settings = {"alpha": 0.5, "test_mode": TestMode(5, 0.0005), "micro_batch_size": 2}
     check(run_of(lengths=(48, 24, 60)), CONFIGURATIONS[divided][1] | settings)
 
 

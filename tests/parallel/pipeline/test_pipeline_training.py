@@ -91,7 +91,7 @@ def test_equals_one_process_at_every_alpha(alpha: float, accumulate: int) -> Non
 def test_a_place_for_each_kind_of_tensor(family: str, device_memory: str, blocks: int) -> None:
     run = Run(family=family, tokens=45, batch=6, layers=8, steps=3, clip=0.5)
     budget = {"storage": "kinds", "device_memory": device_memory, "host_memory": "300KiB"}
-    delays = {"test_mode": TestMode(5, 0.0005), "check_restored": True}
+    delays = {"test_mode": TestMode(5, 0.0005)}
     notes = check(run, {"virtual_pipeline_size": blocks} | budget | delays)
     assert (notes["calls"], notes["in_use"]) == ([12, 8] if blocks == 2 else [8, 4], [0, 0])
     assert notes["places"][0] == ["keep", "swap"]
@@ -143,7 +143,7 @@ def test_chunked_loss_and_planned_memory() -> None:
 @pytest.mark.slow
 def test_three_stages_with_delays_and_poison() -> None:
     run = Run(family="llama_gqa", tokens=45, batch=6, layers=8, steps=3, clip=0.5)
-    settings = {"alpha": 0.5, "pipeline_layers": [3, 3, 2], "test_mode": TestMode(5, 0.0005), "check_restored": True}
+    settings = {"alpha": 0.5, "pipeline_layers": [3, 3, 2], "test_mode": TestMode(5, 0.0005)}
     notes = check(run, settings, stages=3)
     assert (notes["in_flight"], notes["calls"], notes["in_use"]) == ([3, 2, 1], [9, 6, 2], [0, 0, 0])
 

@@ -23,8 +23,8 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_memo.engine import TestMode
 from lightning_memo.parallel.local_tensors import local_part
 from lightning_memo.parallel.parallel_sizes import ParallelSizes
-from lightning_memo.parallel.pipeline.batch_agreement import BatchAgreement
-from lightning_memo.parallel.zero.gradient_places import ReducedGradient
+from lightning_memo.parallel.pipeline.micro_batch_gradients import ReducedGradient
+from lightning_memo.parallel.pipeline.pipeline_messages import BatchAgreement
 
 PARTS = ("loss", "norm", "gradients", "weights")
 STEPS, MICRO_BATCHES = 3, 2
@@ -92,7 +92,7 @@ def test_kinds_of_models(family: str, zero_stage: int) -> None:
         (4, {"alpha": 0.0}),
         (4, {"alpha": 1.0}),
         (4, {"loss_chunk_tokens": 7, "plan_memory": True}),
-        (4, {"test_mode": TestMode(5, 0.0005), "check_restored": True}),
+        (4, {"test_mode": TestMode(5, 0.0005)}),
     ],
     ids=str,
 )

@@ -16,12 +16,12 @@ from support.samples.configurations import BOUND
 
 from lightning_memo.engine import TestMode
 from lightning_memo.parallel.parallel_sizes import ParallelSizes
-from lightning_memo.parallel.pipeline.batch_agreement import BatchAgreement
+from lightning_memo.parallel.pipeline.pipeline_messages import BatchAgreement
 
 PARTS = ("loss", "norm", "gradients", "weights")
 BOTH = {"pipeline_parallel_size": 2, "expert_parallel_size": 2}
 TENSOR = {"data_parallel_size": 2, "tensor_parallel_size": 2}
-CONTEXT = {"context_parallel_size": 2, "context_parallel_method": "ulysses"}
+CONTEXT = {"context_parallel_size": 2, "ulysses_size": 2}
 
 
 def run_of(family: str = "mixtral", **other: Any) -> Run:
@@ -51,7 +51,7 @@ def test_equals_one_process(alpha: float, blocks: int, zero_stage: int) -> None:
         ("mixtral", {"context_parallel_size": 2}, 4),
         ("deepseek_v3", {}, 4),
         ("lopsided", {"virtual_pipeline_size": 2, "zero_stage": 1}, 4),
-        ("qwen3_moe", {"test_mode": TestMode(5, 0.0005), "check_restored": True}, 4),
+        ("qwen3_moe", {"test_mode": TestMode(5, 0.0005)}, 4),
         ("mixtral", TENSOR, 8),
         ("mixtral", {"data_parallel_size": 4, "zero_stage": 1}, 8),
     ],

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from lightning_memo.parallel.pipeline.divide_layers import divide_layers
+from lightning_memo.parallel.pipeline.stage_modules import divide_layers
 from lightning_memo.parallel.pipeline.stage_order import (
     StageAction,
     forwards_only,

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_memo.artifacts.compressed_layout import BLOCK
+from lightning_memo.artifacts.slot_layouts import BLOCK
 from lightning_memo.config import MemoConfig
 from lightning_memo.parallel.parallel_sizes import ParallelSizes
 from lightning_memo.parallel.zero.quantised_bytes import sent_bytes
@@ -139,7 +139,7 @@ def test_bytes_that_are_sent(stages: int) -> None:
         assert found["alltoall_base_"] == pytest.approx(gradients * (bits / 8 + scales), rel=padding)
 
 
-ULYSSES = {"context_parallel_size": 2, "context_parallel_method": "ulysses"}
+ULYSSES = {"context_parallel_size": 2, "ulysses_size": 2}
 
 CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero1": (2, {"zero_stage": 1}),

@@ -145,7 +145,7 @@ def test_beside_other_sizes(other: dict[str, int]) -> None:
     [
         ("llama_gqa", {}),
         ("llama_tied", {"virtual_pipeline_size": 2, "pipeline_layers": [1, 2, 1, 1]}),
-        ("llama_lora", {"context_parallel_size": 2, "context_parallel_method": "ulysses"}),
+        ("llama_lora", {"context_parallel_size": 2, "ulysses_size": 2}),
         ("mixtral", {"expert_parallel_size": 2}),
         ("mixtral", {"expert_parallel_size": 4}),
     ],

@@ -18,7 +18,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parents[3] / ".cuda"
 # By version of torch, the version of Triton that it requires.
-TORCH_VERSIONS = {"2.11.0": "3.6.0", "2.12.1": "3.7.1", "2.13.0": "3.7.1", "2.14.1": "3.8.0"}
+TORCH_VERSIONS = {"2.11.0": "3.6.0", "2.12.1": "3.7.1", "2.13.0": "3.7.1", "2.14.1": "3.8.0", "2.15.0": "3.9.0"}
 RUNTIME, RUNTIME_INTERNALS = ("nvidia-cuda-runtime", "13.0.96"), ("nvidia-cuda-crt", "13.0.88")
 TORCH_PARTS = re.compile(r"torch/(include/(c10|torch/headeronly)/.*\.h|lib/libc10(_cuda)?\.so)$")
 CUDA_HEADERS = re.compile(r"(nvidia/cu13|triton/backends/nvidia)/include/.*\.(h|hpp)$")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memo.loss.attach_loss import attach_chunked_loss
+from lightning_memo.loss.lazy_logits import LazyLogits
 from support.families import FAMILIES, VOCABULARY
 from support.trainer_harness import forwards
 
@@ -89,7 +90,7 @@ class VocabularyWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **kwargs or {})
         for t in out if isinstance(out, tuple | list) else (out,):
-            real = isinstance(t, Tensor) and not t.is_meta and t.dim() > 1
+            real = isinstance(t, Tensor) and not isinstance(t, LazyLogits) and not t.is_meta and t.dim() > 1
             if real and t.shape[-1] == LARGE and t.shape[-2] != LLAMA["hidden_size"]:
                 self._see(t)
         return out

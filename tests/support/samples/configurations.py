@@ -6,21 +6,17 @@ from typing import Any
 
 BOUND = 1e-5
 
-RING = {"context_parallel_method": "ring"}
-
-ULYSSES = {"context_parallel_method": "ulysses"}
-
 # Name: processes, and settings of the strategy.
 CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor_parallel_size": 2, "sequence_parallel": False}),
     "tp2 whole logits": (2, {"tensor_parallel_size": 2, "sequence_parallel": False, "loss_parallel": False}),
     "tp2+sp": (2, {"tensor_parallel_size": 2}),
-    "cp2 ring": (2, {"context_parallel_size": 2, **RING}),
-    "cp2 ulysses": (2, {"context_parallel_size": 2, **ULYSSES}),
-    "cp3 ring": (3, {"context_parallel_size": 3, **RING}),
-    "cp4 ring": (4, {"context_parallel_size": 4, **RING}),
-    "cp4 ulysses": (4, {"context_parallel_size": 4, **ULYSSES}),
-    "cp4 ulysses2 x ring2": (4, {"context_parallel_size": 4, "context_parallel_method": "usp", "ulysses_size": 2}),
+    "cp2 ring": (2, {"context_parallel_size": 2}),
+    "cp2 ulysses": (2, {"context_parallel_size": 2, "ulysses_size": 2}),
+    "cp3 ring": (3, {"context_parallel_size": 3}),
+    "cp4 ring": (4, {"context_parallel_size": 4}),
+    "cp4 ulysses": (4, {"context_parallel_size": 4, "ulysses_size": 4}),
+    "cp4 ulysses2 x ring2": (4, {"context_parallel_size": 4, "ulysses_size": 2}),
     "one process zero0": (1, {"zero_stage": 0}),
     "one process zero3 offload": (1, {"zero_stage": 3, "offload_state": True}),
     "dp2 zero0": (2, {"zero_stage": 0}),
@@ -28,7 +24,7 @@ CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 zero2": (2, {"zero_stage": 2}),
     "dp2 zero3": (2, {"zero_stage": 3}),
     "dp2 x cp2": (4, {"context_parallel_size": 2, "data_parallel_size": 2}),
-    "dp2 x cp2 zero3 ulysses": (4, {"context_parallel_size": 2, "zero_stage": 3, **ULYSSES}),
+    "dp2 x cp2 zero3 ulysses": (4, {"context_parallel_size": 2, "zero_stage": 3, "ulysses_size": 2}),
     "cp2 x tp2+sp": (4, {"context_parallel_size": 2, "tensor_parallel_size": 2}),
     "cp2 x tp2": (4, {"context_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": False}),
     "dp2 x tp2+sp zero3": (4, {"tensor_parallel_size": 2, "zero_stage": 3}),

@@ -18,7 +18,7 @@ from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
 from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.artifacts.trace import NEVER, Trace
-from lightning_memo.runtime.memory_plans import memory_planner as planning
+from lightning_memo.runtime import memory_planner as planning
 from support.trainer_harness import LanguageModel, fit, loader
 
 GIB = 2**30

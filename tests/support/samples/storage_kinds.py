@@ -12,7 +12,7 @@ from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.artifacts.tensor_kind_costs import PLACES, Place
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.layers.step_profile import StepProfile
-from lightning_memo.planner.storage.storage_plan_slices import stored_bytes, stored_slices
+from lightning_memo.planner.storage_plan_slices import stored_bytes, stored_slices
 from lightning_memo.utils.find_layers import find_stacks
 from support.devices import DEVICE
 from support.harness import (

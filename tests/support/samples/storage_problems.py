@@ -6,11 +6,10 @@ from typing import Any
 
 from lightning_memo.artifacts.layer_costs import LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
-from lightning_memo.artifacts.storage_budget import StorageBudget
-from lightning_memo.artifacts.storage_plan import StoragePlan
+from lightning_memo.artifacts.storage_plan import StorageBudget, StoragePlan
 from lightning_memo.artifacts.swap_plan import StoredBytes
 from lightning_memo.artifacts.tensor_kind_costs import CallCosts, Product, StorageCosts
-from lightning_memo.planner.storage.plan_storage_kinds import plan_kinds
+from lightning_memo.planner.plan_storage_kinds import plan_kinds
 
 TOKENS = 4096
 

@@ -19,8 +19,9 @@ inline int64_t fit(const Problem& problem, const int64_t* sizes, const int32_t* 
   for (int32_t k = 0; k < problem.count(); k++) {
     const int32_t buffer = order[k];
     taken.clear();
-    for (int32_t other : problem.neighbours(buffer))
+    problem.visit_neighbours(buffer, [&](int32_t other) {
       if (offsets[other] >= 0) taken.emplace_back(offsets[other], offsets[other] + sizes[other]);
+    });
     std::sort(taken.begin(), taken.end());
     int64_t end = 0, found = -1, tightest_gap = 0;
     for (const auto& [first, last] : taken) {
@@ -53,11 +54,12 @@ inline int64_t skyline(const Problem& problem, const int64_t* sizes, const int32
     offsets[buffer] = offset;
     const int64_t top = offset + sizes[buffer];
     peak = std::max(peak, top);
-    for (int32_t other : problem.neighbours(buffer))
+    problem.visit_neighbours(buffer, [&](int32_t other) {
       if (offsets[other] < 0 && lowest[other] < top) {
         lowest[other] = top;
         waiting.emplace(top, rank[other], other);
       }
+    });
   }
   return peak;
 }

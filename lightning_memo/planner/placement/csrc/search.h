@@ -45,6 +45,29 @@ struct Limits {
   double seconds;
 };
 
+// Lists of neighbors, which a search reads at each node. They take memory for each pair, so that only problems of few
+// buffers are searched.
+class NeighbourLists {
+ public:
+  NeighbourLists(const Problem& problem, const int64_t* sizes) : lists_(problem.count()) {
+    std::vector<int32_t> found;
+    for (int32_t i = 0; i < problem.count(); i++) {
+      found.clear();
+      problem.visit_neighbours(i, [&](int32_t other) { found.push_back(other); });
+      std::sort(found.begin(), found.end());
+      found.erase(std::unique(found.begin(), found.end()), found.end());
+      std::stable_sort(found.begin(), found.end(), [&](int32_t a, int32_t b) { return sizes[a] < sizes[b]; });
+      lists_[i].assign(found.begin(), found.end());
+    }
+  }
+
+  // The neighbors of a buffer, the smallest first.
+  const std::vector<int32_t>& of(int32_t buffer) const { return lists_[buffer]; }
+
+ private:
+  std::vector<std::vector<int32_t>> lists_;
+};
+
 // Buffers are placed by ascending offset (ties by rank), each on the floor or on top of a placed neighbor. Pushing down
 // all buffers of any placement as far as possible yields a placement of this form, so no solution is lost. A node is
 // pruned if
@@ -59,8 +82,10 @@ struct Limits {
 template <typename Height>
 class Search {
  public:
-  Search(const Problem& problem, const int64_t* sizes, int64_t capacity, const int32_t* rank, Limits limits)
+  Search(const Problem& problem, const NeighbourLists& neighbours, const int64_t* sizes, int64_t capacity,
+         const int32_t* rank, Limits limits)
       : problem_(problem),
+        neighbours_(neighbours),
         size_(sizes, sizes + problem.count()),
         capacity_(static_cast<Height>(capacity)),
         rank_(rank, rank + problem.count()),
@@ -181,7 +206,7 @@ class Search {
   // Lowest top that an unplaced neighbor can have; above the capacity if there is no such neighbor.
   Height lowest_neighbour_top(int32_t buffer, Height floor) const {
     Height best = capacity_ + 1;
-    for (int32_t other : problem_.neighbours(buffer)) {
+    for (int32_t other : neighbours_.of(buffer)) {
       if (floor + size_[other] >= best) break;
       if (!placed_[other]) best = std::min<Height>(best, std::max(lowest_[other], floor) + size_[other]);
     }
@@ -230,7 +255,7 @@ class Search {
     Placed result{false, add_crossings(buffer, -1)};
     trail_.push_back({buffer, -1});
     const Height top = at + size_[buffer];
-    for (int32_t other : problem_.neighbours(buffer)) {
+    for (int32_t other : neighbours_.of(buffer)) {
       if (placed_[other]) continue;
       result.touches = true;
       if (lowest_[other] < top) {
@@ -289,6 +314,7 @@ class Search {
   }
 
   const Problem& problem_;
+  const NeighbourLists& neighbours_;
   const std::vector<Height> size_;
   const Height capacity_;
   const std::vector<int32_t> rank_;

@@ -66,7 +66,7 @@ COMBINED = {
     "2 blocks": ({"virtual_pipeline_size": 2}, {"layers": 8, "batch": 5}, 2, 2),
     "tp": ({"tensor_parallel_size": 2}, {}, 2, 4),
     "cp": ({"context_parallel_size": 2}, {}, 2, 4),
-    "ulysses": ({"context_parallel_size": 2, "context_parallel_method": "ulysses"}, {}, 2, 4),
+    "ulysses": ({"context_parallel_size": 2, "ulysses_size": 2}, {}, 2, 4),
     "zero 0": ({"zero_stage": 0}, {"batch": 8}, 2, 4),
     "zero 1": ({"zero_stage": 1}, {"batch": 8, "accumulate": 2}, 2, 4),
     "experts": ({"expert_parallel_size": 2, "zero_stage": 1}, {"family": "mixtral", "batch": 8}, 2, 4),
@@ -94,7 +94,7 @@ def test_combined(name: str) -> None:
 @pytest.mark.parametrize("family", ["llama_tied", "gemma3_mixed_windows"])
 def test_a_place_for_each_kind_of_tensor(family: str) -> None:
     budget = {"storage": "kinds", "device_memory": "2000KiB", "host_memory": "600KiB"}
-    delays = {"test_mode": TestMode(5, 0.0005), "check_restored": True}
+    delays = {"test_mode": TestMode(5, 0.0005)}
     run = run_of(family=family, layers=8, batch=6)
     sizes = {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2}
     outcome = train_together(2, run, sizes | budget | delays | ZERO_BUBBLE, watch=WatchWaiting)

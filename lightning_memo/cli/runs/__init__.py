@@ -1,1 +1,0 @@
-"""One run of the training command, from its configuration to its summary."""

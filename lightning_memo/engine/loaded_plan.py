@@ -1,0 +1,177 @@
+"""A plan as the engine runs by it: whether it can run here, its memory, the slices of a call, the batches it covers."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from lightning_memo.artifacts.swap_plan import SwapPlan
+from lightning_memo.engine.layers.token_sharing import SequenceCutter
+from lightning_memo.engine.memory.block_reader import BlockReader
+from lightning_memo.engine.memory.slot_memory import SlotMemory
+from lightning_memo.engine.memory.spill import Spill
+from lightning_memo.engine.modules.requested_settings import RequestedSettings
+from lightning_memo.engine.timeline_recorder import TimelineRecorder
+from lightning_memo.planner.storage_plan_slices import stored_slices, why_not_stored
+from lightning_memo.planner.token_slices import RECOMPUTED, SWAPPED, TokenRange
+from lightning_memo.utils.units import format_bytes
+
+
+def allocate_slots(
+    swap: SwapPlan,
+    device: torch.device,
+    settings: RequestedSettings,
+    recorder: TimelineRecorder,
+    most_host_bytes: float = math.inf,
+) -> SlotMemory:
+    """Allocate the rounding buffers, the host memory and the spill file of a plan.
+
+    Args:
+        swap: The plan.
+        device: Where layers run.
+        settings: The settings that were requested.
+        recorder: Records copies.
+        most_host_bytes: Upper limit of host memory. Memory of the device stands in for the rest.
+
+    Raises:
+        SpillError: The disk does not have the space for what the plan spills.
+    """
+    spill = None
+    if settings.spill_path is not None and swap.spill_bytes:
+        spill = Spill(settings.spill_path, swap.spill_bytes, swap.spill_layout, device, settings.test_mode, recorder)
+    host_bytes = swap.host_bytes
+    if most_host_bytes < host_bytes:
+        others = swap.gradient_host_bytes + swap.state_host_bytes + swap.spill_layout.bounce_bytes
+        # Where kinds are stored, and attention outputs found no room, layer inputs are all that is.
+        size = swap.slot_bytes if swap.storage is None else swap.stored_host_bytes // max(swap.swapped_calls, 1)
+        host_bytes = others + max(int(most_host_bytes) - others, 0) // max(size, 1) * size
+    return SlotMemory(
+        swap.slot_bytes, host_bytes, device, settings.test_mode,
+        whole_slots=not swap.streamed and swap.storage is None, gradient_bytes=swap.gradient_host_bytes,
+        state_bytes=swap.state_host_bytes, spill=spill, recorder=recorder,
+        device_bytes=swap.host_bytes - host_bytes,
+    )  # fmt: skip
+
+
+def open_reader(memory: SlotMemory, swap: SwapPlan) -> BlockReader:
+    """Allocate the buffers through which blocks of keys and values come back from the host."""
+    # One block is computed with while another arrives; gradients are also on their way back.
+    return memory.reader(3 if swap.host_backed == "all" else 2, swap.staging_bytes)
+
+
+def why_made_for_others(swap: SwapPlan, settings: RequestedSettings, sliced_outside: bool | None) -> str:
+    """Return why layers cannot run by a plan that was made for other settings; empty if they can.
+
+    Args:
+        swap: The plan.
+        settings: The settings that were requested.
+        sliced_outside: Whether context-parallel processes share each slice; `None` if there is one such process.
+    """
+    if "slice" in (swap.schedule, settings.schedule) and swap.schedule != settings.schedule:
+        return f'it was made for schedule="{swap.schedule}"'
+    made_for = "alpha" if swap.storage is None else "kinds"
+    if swap.mode == "memo" and settings.storage not in ("auto", made_for):
+        return f'it was made for storage="{made_for}"'
+    if swap.mode == "memo" and swap.precision != settings.swap_precision:
+        return f'it was made for swap_precision="{swap.precision}"'
+    nested = "nest" in (swap.schedule, settings.schedule)
+    if swap.storage is not None and (why := why_not_stored(swap.storage, nested)):
+        return why
+    if sliced_outside is not None and swap.streamed != sliced_outside:
+        return f'it was made for host_backed="{swap.host_backed}"'
+    if swap.spill_bytes and settings.spill_path is None:
+        return f"it spills {format_bytes(swap.spill_bytes)} to a disk, and no spill_path is given"
+    return ""
+
+
+def runs_whole(swap: SwapPlan, why_whole: str, why_nest: str) -> bool:
+    """Return whether a layer runs as one slice, by the plan or although the plan cuts its input.
+
+    Args:
+        swap: The plan.
+        why_whole: Why the layer has to run as one slice; empty if it can be cut.
+        why_nest: Why its attention cannot run slice after slice; empty if it can.
+    """
+    stores_attention = swap.storage is None or swap.schedule == "nest"
+    return swap.whole_layers or bool(why_whole) or (bool(why_nest) and not stores_attention)
+
+
+def planned_slices(
+    swap: SwapPlan, cutter: SequenceCutter, key: int, tokens: int, whole: bool
+) -> tuple[TokenRange, ...]:
+    """Return the slices of a layer call.
+
+    Args:
+        swap: The plan.
+        cutter: Cuts a sequence at an alpha.
+        key: Number of the call among those that are alive.
+        tokens: Number of tokens in its input.
+        whole: Whether the call runs as one slice, which is swapped or recomputed.
+    """
+    if swap.storage is not None and not whole:
+        return stored_slices(swap.storage, key, tokens)
+    alpha = swap.alpha_of(key)
+    if whole:
+        slices: tuple[TokenRange, ...] = (TokenRange(0, tokens, SWAPPED if alpha >= 1.0 else RECOMPUTED),)
+    else:
+        slices = cutter.cut(tokens, alpha, swap.slice_tokens)
+    return tuple(part.spilled for part in slices) if swap.bytes_to_spill(key) else slices
+
+
+class PlanLimits:
+    """Decides whether a plan covers a batch, or the batch has to be profiled.
+
+    Args:
+        settings: The settings that were requested.
+
+    Attributes:
+        largest: Largest number of tokens of a layer call so far, all sequences together.
+    """
+
+    def __init__(self, settings: RequestedSettings) -> None:
+        self._settings = settings
+        self._tokens = self.largest = 0
+        self._calls: int | None = None
+        self._exceeded = self._profiled_short = False
+
+    def plan(self, tokens: int, calls: int) -> None:
+        """A plan is loaded.
+
+        Args:
+            tokens: Number of tokens of the batch that the plan was made for, all sequences together.
+            calls: Number of layer calls that the plan was made for.
+        """
+        self._tokens, self._calls, self._exceeded = tokens, calls, False
+
+    def profile(self, tokens: int, short: bool) -> None:
+        """A profiled step begins.
+
+        Args:
+            tokens: Number of tokens of its batch, all sequences together.
+            short: Whether the batch needs no slices, and later batches may.
+        """
+        self._tokens, self._calls, self._exceeded = tokens, None, False
+        self._profiled_short = short
+
+    def begin_call(self, number: int, tokens: int = 0, parts: int = 1) -> None:
+        """A layer call begins.
+
+        Args:
+            number: Number of layer calls that are alive already.
+            tokens: Number of tokens of the call, all sequences together, if it may have more than the first call.
+            parts: Number of calls into which each call of the plan is divided.
+        """
+        self.largest = max(self.largest, tokens)
+        if self._calls is not None and (number >= self._calls * parts or tokens > self._tokens):
+            self._exceeded = True  # more calls or tokens before a backward than were planned: these stay on the device
+
+    def exceed(self) -> None:
+        """The plan covers no more batches: the next one is profiled."""
+        self._exceeded = True
+
+    def covers(self, batch: int, tokens: int) -> bool:
+        """Return whether the plan covers `batch` sequences of `tokens` tokens."""
+        # What a batch without slices saves does not show what batches with slices save.
+        sliced_now = self._profiled_short and tokens > (self._settings.slice_tokens or tokens)
+        return not self._exceeded and not sliced_now and batch * tokens <= self._tokens

@@ -1,1 +1,0 @@
-"""Fits the constants of the cost model to measured runs."""

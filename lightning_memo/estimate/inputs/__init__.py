@@ -1,1 +1,0 @@
-"""Inputs of an estimate: clusters, presets, parallelism, precision and calibrated constants."""

@@ -1,1 +1,0 @@
-"""Memory of a training step: saved activations, buffers with lifetimes, and peaks."""

@@ -1,0 +1,328 @@
+"""Inputs of the planner: costs of the layer calls of one sequence on one device and of each kind of tensor; budgets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.storage_plan import CallPlan
+from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT, PLACES, CallCosts, Product, StorageCosts
+from lightning_memo.estimate.cluster import DISK
+from lightning_memo.estimate.device_bytes import (
+    backward_bytes,
+    device_state_bytes,
+    gathered_bytes,
+    logits_bytes,
+    loss_bytes,
+    waiting_bytes,
+)
+from lightning_memo.estimate.layer_buffers import has_known_buffers
+from lightning_memo.estimate.layer_operations import layer_products, layer_traffic
+from lightning_memo.estimate.request import EstimateRequest, Parallelism, Storage
+from lightning_memo.estimate.saved_tensors import LayerActivations, layer_activations
+from lightning_memo.estimate.slice_settings import saved_bytes
+from lightning_memo.estimate.step_buffers import HuggingFaceStep, SlicedStep
+from lightning_memo.estimate.step_times import layer_times, memory_rate, outside_seconds, streamed_seconds
+from lightning_memo.parallel.pipeline.stage_order import most_in_flight
+from lightning_memo.planner.storage_planner import recompute_seconds
+from lightning_memo.planner.token_slices import SavedBytes
+
+_KERNEL_SECONDS: Final = 3e-6
+"""Time of a kernel in addition to its operations. Without it, products with inputs of equal width would be equally good
+to store, per byte, and a plan would choose arbitrarily among them."""
+
+
+def estimated_layer_costs(request: EstimateRequest, parallel: Parallelism) -> LayerCosts:
+    """Compute the costs of the layers of one pipeline stage for one sequence."""
+    tokens = request.seq_len // (parallel.tp * parallel.cp)
+    bandwidth = request.cluster.host_bandwidth_of(devices_per_host(request)) * request.constants.host_efficiency
+    runs = [_costs_of_run(each, parallel, bandwidth) for each in request.runs(parallel)]
+    of_calls: dict[str, Any] = {name: sum((run[name] for run in runs), ()) for name in runs[0]}
+    alive = tokens if request.sliced is None else request.sliced.tokens
+    others = max(run["other_bytes"][0] for run in runs)
+    transient, in_backward = _transients(request, parallel, alive * (others // tokens))
+    # A stage of a pipeline keeps its input and its output for each micro-batch in flight.
+    waiting = 2 * max(run["input_bytes"][0] for run in runs) * (sequences_in_flight(request, parallel) - 1)
+    transient, in_backward = transient + waiting, in_backward + waiting
+    if request.swap_precision != "exact":
+        in_backward += alive * restored_bytes_per_token(request, parallel)
+    # All devices of a node share its disk.
+    write, read = (getattr(request.cluster, name) or 0.0 for name in DISK) if request.spill_bytes else (0.0, 0.0)
+    return LayerCosts(
+        batch=1,
+        tokens=tokens,
+        **of_calls,
+        outside_seconds=outside_seconds(request, parallel),
+        offload_bytes_per_second=bandwidth,
+        prefetch_bytes_per_second=bandwidth,
+        fixed_device_bytes=_fixed_bytes(request, parallel),
+        transient_device_bytes=transient,
+        backward_device_bytes=in_backward,
+        spill_write_bytes_per_second=write / devices_per_host(request),
+        spill_read_bytes_per_second=read / devices_per_host(request),
+    )
+
+
+def _fixed_bytes(request: EstimateRequest, parallel: Parallelism) -> int:
+    """Bytes that every plan needs."""
+    always = device_state_bytes(request, parallel).total + gathered_bytes(request, parallel)
+    return round(always) + waiting_bytes(request, parallel)
+
+
+def _costs_of_run(request: EstimateRequest, parallel: Parallelism, bandwidth: float) -> dict[str, tuple[Any, ...]]:
+    """Bytes and seconds of equal layers, by field of `LayerCosts`."""
+    calls = request.shape.layers
+    tokens = request.seq_len // (parallel.tp * parallel.cp)
+    kept = _kept(request, parallel)
+    if request.sliced is not None:
+        kept = replace(
+            kept, others=kept.others + request.sliced.kept_tables_bytes(request.shape, request.element_bytes)
+        )
+    times = layer_times(request, parallel)
+    forward, backward = times.forward, times.backward
+    if request.sliced is not None:
+        forward, backward = streamed_seconds(request, request.sliced, times, kept, bandwidth)
+    if request.swaps:
+        forward += 2 * tokens * (kept.input + kept.attention) / memory_rate(request)  # copied into a slot
+    return _compression(request, kept, tokens, calls) | {
+        "input_bytes": (tokens * kept.input,) * calls,
+        "attention_bytes": (tokens * kept.attention,) * calls,
+        "other_bytes": (tokens * kept.others,) * calls,
+        "forward_seconds": (forward,) * calls,
+        "backward_seconds": (backward,) * calls,
+        "recompute_seconds": (times.recompute,) * calls,
+    }
+
+
+def _kept(request: EstimateRequest, parallel: Parallelism) -> LayerActivations:
+    """Bytes per token that a layer saves."""
+    return layer_activations(
+        request.shape,
+        sizes=request.element_bytes,
+        tensor_parallel=parallel.tp,
+    )
+
+
+def _compression(
+    request: EstimateRequest, kept: LayerActivations, tokens: int, calls: int
+) -> dict[str, tuple[Any, ...]]:
+    """Bytes and seconds of compression by field of `LayerCosts`; nothing if activations are swapped as they are.
+
+    A tensor is read for the scales and for the values. It is written twice when it is restored, and read in between.
+    """
+    if request.swap_precision == "exact":
+        return {}
+    compress, restore = 2 * kept.compressible + kept.compressed, 3 * kept.compressible + kept.compressed
+    return {
+        "swapped_other_bytes": (tokens * (kept.others - kept.compressible + kept.compressed),) * calls,
+        "compress_seconds": (tokens * compress / memory_rate(request),) * calls,
+        "restore_seconds": (tokens * restore / memory_rate(request),) * calls,
+    }
+
+
+def restored_bytes_per_token(request: EstimateRequest, parallel: Parallelism) -> int:
+    """Bytes per token of the tensors that are restored at once, in the layer with most of them."""
+    return max(_kept(run, parallel).restored for run in request.runs(parallel))
+
+
+def largest_slot(costs: LayerCosts, alpha: float) -> int:
+    """Return the most bytes that a layer call swaps."""
+    return max(costs.swapped_bytes(call, alpha) for call in range(costs.calls))
+
+
+def _transients(request: EstimateRequest, parallel: Parallelism, recomputed_bytes: int) -> tuple[int, int]:
+    """Peaks of transient memory outside the backward of layers, and inside it without recomputed activations."""
+    if not has_known_step(request):
+        outside = round(logits_bytes(request, parallel) + loss_bytes(request, parallel))
+        sizes, parts = request.element_bytes, (run.shape for run in request.runs(parallel))
+        return outside, max(backward_bytes(part, sizes, request.seq_len, parallel) for part in parts)
+    step = known_step(request, parallel)
+    return step.outside_bytes, max(step.layers_bytes - recomputed_bytes, 0)
+
+
+def has_known_step(request: EstimateRequest) -> bool:
+    """Whether the buffers of a step are known one by one."""
+    return has_known_buffers(request.shape) and not request.has_whole_logits
+
+
+def known_step(request: EstimateRequest, parallel: Parallelism) -> HuggingFaceStep:
+    """Return the buffers of a step whose layers are recomputed, see `has_known_step`."""
+    ranks, sequences = parallel.dp * parallel.cp, request.batch_size // parallel.dp
+    stays, shards = ranks > 1 or sequences > 1, ranks if parallel.zero_stage else 1
+    if request.sliced is not None:
+        return SlicedStep(
+            shape=request.shape,
+            sizes=request.element_bytes,
+            tokens=request.seq_len,
+            gradients_stay=stays,
+            optimizer_shards=shards,
+            slices=request.sliced,
+        )
+    return HuggingFaceStep(
+        shape=replace(request.shape, layers=request.shape.layers // parallel.pp),
+        sizes=request.element_bytes,
+        tokens=request.seq_len // (parallel.tp * parallel.cp),
+        tensor_parallel=parallel.tp,
+        ring=parallel.cp > 1,
+        gradients_stay=stays,
+        optimizer_shards=shards,
+    )
+
+
+def device_budget(request: EstimateRequest, parallel: Parallelism) -> Budget:
+    """Return the memory that one device may use for one sequence. Sequences in a pipeline share the host memory."""
+    cluster, constants = request.cluster, request.constants
+    return Budget(
+        device_bytes=int(cluster.device_bytes * constants.device_share),
+        host_bytes=int(
+            cluster.host_bytes
+            * constants.host_share
+            / devices_per_host(request)
+            / sequences_in_flight(request, parallel)
+        ),
+        spill_bytes=request.spill_bytes // devices_per_host(request),
+    )
+
+
+def devices_per_host(request: EstimateRequest) -> int:
+    """Number of devices that share a host."""
+    return min(request.gpus, request.cluster.devices_per_node)
+
+
+def sequences_in_flight(request: EstimateRequest, parallel: Parallelism) -> int:
+    """Number of sequences for whose activations a pipeline stage has room, with blocks of layers rounded up."""
+    blocks = most_in_flight(request.stage, parallel.pp, parallel.virtual_pipeline_size)
+    return -(-sum(blocks) // len(blocks))
+
+
+def estimated_storage_costs(request: EstimateRequest, parallel: Parallelism, costs: LayerCosts) -> StorageCosts:
+    """Compute what a first step measures for each kind of tensor of a layer that runs on a process's tokens.
+
+    Plans do not name products whose weights are divided over tensor-parallel processes.
+
+    Args:
+        request: Training to estimate.
+        parallel: Sizes of the parallelism.
+        costs: Costs of the layers of the step.
+    """
+    calls: list[CallCosts] = []
+    for run in request.runs(parallel):
+        times = layer_times(run, parallel)
+        products = recomputed_products(run, costs.tokens) if parallel.tp == 1 else ()
+        first = len(calls)
+        call = CallCosts(
+            input_bytes=costs.input_bytes[first],
+            attention_bytes=costs.attention_bytes[first],
+            other_bytes=costs.other_bytes[first],
+            products=products,
+            forward_seconds=costs.forward_seconds[first],
+            backward_seconds=costs.backward_seconds[first],
+            attention_seconds=times.attention_forward,
+            elementwise_seconds=max(times.recompute - sum(product.seconds for product in products), 0.0),
+            window_tokens=run.shape.window,
+            swapped_other_bytes=None if costs.swapped_other_bytes is None else costs.swapped_other_bytes[first],
+            compress_seconds=0.0 if costs.compress_seconds is None else costs.compress_seconds[first],
+            restore_seconds=0.0 if costs.restore_seconds is None else costs.restore_seconds[first],
+        )
+        calls += [call] * run.shape.layers
+    return StorageCosts.of_step(calls, costs)
+
+
+def recomputed_products(request: EstimateRequest, tokens: int) -> tuple[Product, ...]:
+    """Return the matrix products that a recomputation of some tokens computes, with the times of their kernels.
+
+    The products of adapters take as long as their bytes; all others as long as their operations. The second product of
+    an adapter is a part of the sum that a plan stores.
+    """
+    shape, sizes = request.shape, request.element_bytes
+    rate = request.cluster.peak_flops * sizes.rate * request.constants.dense_efficiency
+    moved = {group.name: group.forward for group in layer_traffic(shape, sizes=sizes) if group.again}
+
+    def moving_seconds(group: str) -> float:
+        return tokens * moved[group] / memory_rate(request)
+
+    products = []
+    for product in layer_products(shape):
+        adapters = product.adapters(shape)
+        if adapters:
+            first, width = adapters[0]
+            seconds = _KERNEL_SECONDS + moving_seconds(first)
+            products.append(Product(name=first, size_bytes=tokens * sizes.product * width, seconds=seconds))
+        if not product.recomputed_name:
+            continue
+        seconds = _KERNEL_SECONDS + 2 * tokens * product.inputs * product.outputs / rate
+        if adapters:
+            seconds += _KERNEL_SECONDS + moving_seconds(adapters[1][0]) + moving_seconds(product.sum_name)
+        size_bytes = tokens * sizes.product * product.outputs
+        products.append(Product(name=product.recomputed_name, size_bytes=size_bytes, seconds=seconds))
+    return tuple(products)
+
+
+def recomputed_work(request: EstimateRequest, parallel: Parallelism, plan: Plan) -> tuple[float, float]:
+    """Return the FLOPs of all layers' recomputation by a plan on all processes, and its seconds.
+
+    Args:
+        request: Training to estimate.
+        parallel: Sizes of the parallelism.
+        plan: Plan that names kinds of tensors.
+    """
+    storage, costs = plan.swap.storage, plan.storage_costs
+    assert storage is not None and costs is not None
+    flops = seconds = 0.0
+    first = 0
+    for run in request.runs(parallel):
+        number = costs.call_classes[first]
+        call, stored, layers = costs.classes[number], storage.calls[number], run.shape.layers
+        flops += layers * _recomputed_flops(run, stored, costs.tokens)
+        seconds += layers * recompute_seconds(call, stored, costs.tokens)
+        first += layers
+    return flops, seconds
+
+
+def _recomputed_flops(request: EstimateRequest, stored: CallPlan, tokens: int) -> float:
+    """FLOPs of the recomputation of a layer, without those of adapters. Those of experts have no name in a plan."""
+    shape, processes = request.shape, request.seq_len // tokens
+    whole = stored.tokens(ALL)
+    flops = shape.attention_flops(processes * (tokens - stored.tokens(ATTENTION)))
+    if shape.experts > 1:
+        flops += 2.0 * shape.active_experts * shape.ffn_parameters * processes * (tokens - whole)
+    for product in layer_products(shape):
+        if name := product.recomputed_name:
+            again = tokens - whole - stored.tokens(name)
+            flops += 2.0 * product.inputs * product.outputs * processes * again
+    return flops
+
+
+def shares_by_place(plan: Plan) -> Storage:
+    """Return what becomes of each kind of tensor, in shares of the tokens of all layer calls that have it."""
+    storage, costs = plan.swap.storage, plan.storage_costs
+    assert storage is not None and costs is not None
+    places = PLACES if plan.swap.spill_bytes else PLACES[:2]
+    shares: Storage = {}
+    calls = dict.fromkeys((kind for call in costs.classes for kind in call.kinds), 0)
+    for call, stored, count in zip(costs.classes, storage.calls, costs.class_calls, strict=True):
+        for kind in call.kinds:
+            own: dict[str, float] = {place: stored.tokens(kind, place) / costs.tokens for place in places}
+            product = kind not in (INPUT, ATTENTION, ALL)
+            with_others = stored.tokens(ALL) / costs.tokens if product else 0.0
+            own["recompute"] = 1.0 - sum(own.values()) - with_others
+            calls[kind] += count
+            sums = shares.setdefault(kind, dict.fromkeys(own, 0.0))
+            shares[kind] = {place: sums[place] + count * share for place, share in own.items()}
+    return {kind: {place: share / calls[kind] for place, share in sums.items()} for kind, sums in shares.items()}
+
+
+def storable_tensors(
+    request: EstimateRequest, products: tuple[Product, ...], tokens: int, tensor_parallel: int = 1
+) -> list[SavedBytes]:
+    """Return the tensors of a layer call on some tokens that a plan may store, outputs of its products included."""
+    saved = saved_bytes(
+        request.shape,
+        sizes=request.element_bytes,
+        tokens=tokens,
+        tensor_parallel=tensor_parallel,
+        swap_precision=request.swap_precision,
+    )
+    return [*saved, *(SavedBytes(product.name, product.size_bytes) for product in products)]

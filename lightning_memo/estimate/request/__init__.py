@@ -1,1 +1,0 @@
-"""The requested training: its settings, the training method and the parallelisms that are possible."""

@@ -1,0 +1,119 @@
+"""Settings for layers that run slice by slice, and the memory of the slices as the planner computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from lightning_memo.artifacts.json_documents import check_range
+from lightning_memo.artifacts.slot_layouts import SwapPrecision
+from lightning_memo.artifacts.swap_plan import HostBacked, StreamedBytes
+from lightning_memo.estimate.precision_bytes import FP32, ElementBytes
+from lightning_memo.estimate.saved_tensors import saved_tensors
+from lightning_memo.planner.host_backed_sizes import host_backed_sizes
+from lightning_memo.planner.token_slices import SavedBytes, slice_tokens_by_alpha
+from lightning_memo.shapes.model_shape import ModelShape
+
+_ROLES: Final = {"input": "input", "query": "query", "key": "key", "value": "value"} | {
+    "attention output": "out",
+    "log-sum-exp": "lse",
+}
+_INT64 = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slices:
+    """Settings of `MemoStrategy` for layers that run slice by slice.
+
+    Raises:
+        ValueError: The number of tokens is below 1.
+    """
+
+    tokens: int
+    """`slice_tokens`: maximum number of tokens that run through a layer at once."""
+
+    host_backed: HostBacked = "attention"
+    schedule: Literal["layer", "slice"] = "layer"
+
+    def __post_init__(self) -> None:
+        check_range(self, {"tokens": 1})
+
+    def __str__(self) -> str:
+        backed = "schedule=slice" if self.schedule == "slice" else f"host_backed={self.host_backed}"
+        return f"slice_tokens={self.tokens} {backed}"
+
+    def key_value_gradient_bytes(self, shape: ModelShape) -> int:
+        """Bytes per token of the gradients of keys and values, which are accumulated in fp32."""
+        return 2 * shape.kv_heads * shape.head_dim * FP32
+
+    @property
+    def states_on_host(self) -> bool:
+        """Whether hidden states between layers are on the host, and layers compute their tables slice by slice."""
+        return self.host_backed == "all" and self.schedule == "layer"
+
+    def kept_tables_bytes(self, shape: ModelShape, sizes: ElementBytes) -> int:
+        """Bytes per token of the position tables that each layer saves for itself."""
+        return tables_bytes(shape, sizes) if self.states_on_host else 0
+
+    def streamed_bytes(
+        self,
+        shape: ModelShape,
+        *,
+        sizes: ElementBytes,
+        tokens: int,
+        alpha: float,
+        swap_precision: SwapPrecision = "exact",
+    ) -> StreamedBytes:
+        """Return the sizes of host and staging buffers, by the code that training uses.
+
+        Args:
+            shape: Shape of the model.
+                sizes: Sizes of elements.
+            tokens: Number of tokens of the sequence.
+            alpha: Fraction of the tokens whose activations are swapped.
+            swap_precision: How they are swapped.
+        """
+        saved = list(saved_bytes(shape, sizes=sizes, tokens=self.tokens, swap_precision=swap_precision))
+        shared = [tables_bytes(shape, sizes) // 2] * 2 + [_INT64] * 2
+        if self.states_on_host:
+            saved += [SavedBytes("other", self.tokens * size) for size in shared[:2]]
+        return host_backed_sizes(
+            [(saved, self.tokens)] * shape.layers,
+            slice_tokens_by_alpha(tokens, alpha, self.tokens),
+            self.host_backed,
+            gradient_bytes=self.key_value_gradient_bytes(shape),
+            schedule=self.schedule,
+            shared=[SavedBytes("shared", self.tokens * size) for size in shared],
+        )
+
+
+def saved_bytes(
+    shape: ModelShape,
+    *,
+    sizes: ElementBytes,
+    tokens: int,
+    tensor_parallel: int = 1,
+    swap_precision: SwapPrecision = "exact",
+) -> Iterator[SavedBytes]:
+    """Yield the tensors that a layer saves, in the form that the planner takes.
+
+    Args:
+        shape: Shape of the model.
+        sizes: Sizes of elements.
+        tokens: Number of tokens in the layer's input.
+        tensor_parallel: Number of tensor-parallel devices.
+        swap_precision: How tensors are swapped.
+    """
+    for tensor in saved_tensors(shape, sizes=sizes, tensor_parallel=tensor_parallel):
+        moved = None if swap_precision == "exact" else tensor.compressed_bytes_per_token(shape.hidden)
+        yield SavedBytes(
+            _ROLES.get(tensor.name, "other"),
+            tokens * tensor.bytes_per_token,
+            swapped_bytes=None if moved is None else tokens * moved,
+        )
+
+
+def tables_bytes(shape: ModelShape, sizes: ElementBytes) -> int:
+    """Return the bytes per token of the cosines and sines of positions."""
+    return 2 * shape.head_dim * sizes.stream

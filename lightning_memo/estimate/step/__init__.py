@@ -1,1 +1,0 @@
-"""Time and memory of one training step, for each training method."""

@@ -1,1 +1,0 @@
-"""Table, CSV file and pictures of a sweep of estimates."""

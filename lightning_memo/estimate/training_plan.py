@@ -1,0 +1,303 @@
+"""The plan that training makes, from the planner that it calls, and the device memory of a plan by category."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Final
+
+from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
+from lightning_memo.artifacts.plan import Fingerprint, Plan
+from lightning_memo.artifacts.storage_plan import StorageBudget
+from lightning_memo.artifacts.swap_plan import StreamedBytes
+from lightning_memo.artifacts.tensor_kind_costs import ALL
+from lightning_memo.config import MemoConfig
+from lightning_memo.estimate.device_bytes import gathered_bytes, logits_bytes
+from lightning_memo.estimate.layer_operations import layer_products
+from lightning_memo.estimate.planner_inputs import (
+    estimated_storage_costs,
+    has_known_step,
+    known_step,
+    largest_slot,
+    restored_bytes_per_token,
+    sequences_in_flight,
+    storable_tensors,
+)
+from lightning_memo.estimate.precision_bytes import FP32
+from lightning_memo.estimate.request import EstimateRequest, Parallelism
+from lightning_memo.estimate.saved_tensors import saved_tensors
+from lightning_memo.estimate.step_buffers import PlannedCall, PlannedSlice, PlannedStep
+from lightning_memo.planner import plan_swap
+from lightning_memo.planner.choose_plan import choose_plan, plain_plan, usable_device_bytes, with_spare_device
+from lightning_memo.planner.plan_storage_kinds import plan_kinds, plan_of_one_micro_batch
+from lightning_memo.planner.storage_plan_slices import stored_bytes_of_calls, stored_slices
+from lightning_memo.planner.storage_planner import StorageError
+from lightning_memo.planner.token_slices import SavedBytes, TokenRange, slice_tokens_by_alpha, tile_of
+
+# The layer saves queries and keys behind their rotary positions.
+_ROTATED: Final = ("query", "key")
+
+
+def training_plan(request: EstimateRequest, parallel: Parallelism, costs: LayerCosts, room: Budget) -> Plan:
+    """Make the plan that `MemoStrategy` would make with default settings, apart from those of the request.
+
+    Args:
+        request: Training to estimate.
+        parallel: Sizes of the parallelism.
+        costs: Costs of the layers of a step.
+        room: Memory of a process.
+
+    Raises:
+        HostMemoryError: The host cannot hold the activations that have to be swapped.
+    """
+    budget = measured_budget(request, costs, room)
+    by_kind = None
+    if _settings(request, parallel).plans_kinds:
+        by_kind = _plan_by_kind(request, parallel, costs, budget)
+    return choose_plan(
+        by_kind,
+        lambda: alpha_plan(request, parallel, costs, budget, wanted_alpha(request)),
+        device_measured=True,
+    )
+
+
+def measured_budget(request: EstimateRequest, costs: LayerCosts, room: Budget) -> Budget:
+    """Return the budget of a plan that is made after a first step, whose rounding buffers are then still allocated."""
+    sizes = None if request.sliced is None else streamed_bytes(request, 0.0)
+    buffers = 2 * largest_slot(costs, 0.0) if sizes is None else 2 * sizes.slot + sizes.staging
+    fixed = costs.fixed_device_bytes
+    return replace(room, device_bytes=usable_device_bytes(fixed, max(room.device_bytes - fixed - buffers, 0)))
+
+
+def wanted_alpha(request: EstimateRequest) -> float | str:
+    """Return the alpha of a request: "auto", unless it is given or all activations are swapped."""
+    if request.method == "full_swap":
+        return 1.0
+    return "auto" if request.alpha is None else request.alpha
+
+
+def alpha_plan(
+    request: EstimateRequest, parallel: Parallelism, costs: LayerCosts, room: Budget, alpha: float | str
+) -> Plan:
+    """Make a plan with a single alpha (MEMO, section 4.2).
+
+    Raises:
+        HostMemoryError: The host cannot hold the activations that have to be swapped.
+    """
+    slices = request.sliced
+    return plan_swap(
+        costs,
+        room,
+        _fingerprint(request, parallel, costs),
+        alpha=alpha,
+        schedule="layer" if slices is None else slices.schedule,
+        slice_tokens=None if slices is None else slices.tokens,
+        slot_bytes=lambda fraction: largest_slot(costs, fraction),
+        # A pipeline cannot keep the activations of all its sequences. With slices, the planner in training does not
+        # know the memory of a step without slices.
+        may_be_plain=parallel.pp == 1 and slices is None,
+        host_backed="none" if slices is None else slices.host_backed,
+        streamed_bytes=None if slices is None else lambda fraction: streamed_bytes(request, fraction),
+    )
+
+
+def _settings(request: EstimateRequest, parallel: Parallelism) -> MemoConfig:
+    """The settings of `MemoStrategy` for a request, with `storage="auto"`."""
+    return MemoConfig(
+        alpha=wanted_alpha(request),
+        tensor_parallel_size=parallel.tp,
+        context_parallel_size=parallel.cp,
+        pipeline_parallel_size=parallel.pp,
+        slice_tokens="auto" if request.slices is None else request.slices.tokens,
+    )
+
+
+def _plan_by_kind(request: EstimateRequest, parallel: Parallelism, costs: LayerCosts, budget: Budget) -> Plan | None:
+    """Plain training if that fits, otherwise the best plan by kinds of tensors; None if there is none.
+
+    On a stage of a pipeline it is planned for all sequences in flight, none of which is trained plainly.
+    """
+    label = _fingerprint(request, parallel, costs)
+    plain = plain_plan(costs, budget, label, "layer") if parallel.pp == 1 else None
+    if plain is not None:
+        return plain
+    storage_costs = estimated_storage_costs(request, parallel, costs)
+    tensors: list[list[SavedBytes]] = []
+    for run in request.runs(parallel):
+        products = storage_costs.classes[storage_costs.call_classes[len(tensors)]].products
+        tensors += [storable_tensors(run, products, costs.tokens, parallel.tp)] * run.shape.layers
+    room = with_spare_device(budget, costs)
+    if parallel.pp > 1:
+        count = sequences_in_flight(request, parallel)
+        storage_costs, tensors = storage_costs.of_micro_batches(count), tensors * count
+        room = replace(room, host_bytes=room.host_bytes * count)
+    try:
+        plan = plan_kinds(
+            costs,
+            storage_costs,
+            StorageBudget.of(room, costs),
+            label,
+            tile_tokens=tile_of(costs.tokens),
+            stored_bytes=lambda plan: stored_bytes_of_calls(plan, tensors, costs.tokens, storage_costs.leaving_calls),
+            common_bounds=() if parallel.tp > 1 or parallel.cp > 1 else None,
+            nested=parallel.cp > 1,
+        )
+    except StorageError:
+        return None
+    return plan if parallel.pp == 1 else plan_of_one_micro_batch(plan)
+
+
+def _fingerprint(request: EstimateRequest, parallel: Parallelism, costs: LayerCosts) -> Fingerprint:
+    return Fingerprint(
+        model=request.shape.name,
+        batch=costs.batch,
+        tokens=costs.tokens,
+        precision=request.precision,
+        device=request.cluster.device,
+        torch="",
+        parallel=str(parallel),
+    )
+
+
+def streamed_bytes(request: EstimateRequest, alpha: float) -> StreamedBytes:
+    """Return the memory of slices that swap one by one."""
+    assert request.sliced is not None
+    return request.sliced.streamed_bytes(
+        request.shape,
+        sizes=request.element_bytes,
+        tokens=request.seq_len,
+        alpha=alpha,
+        swap_precision=request.swap_precision,
+    )
+
+
+def bytes_of_plan(request: EstimateRequest, parallel: Parallelism, plan: Plan) -> dict[str, int]:
+    """Return the bytes of a plan by category, without the model state.
+
+    Where the buffers of a layer are known, their sum is the peak of a step. Otherwise it is what the planner expects,
+    which is an upper bound.
+
+    Args:
+        request: Training to estimate.
+        parallel: Sizes of the parallelism.
+        plan: Plan of a training with this package, or of MEMO's.
+    """
+    swap = plan.swap
+    kept = plan.costs.skeletal_bytes if swap.mode == "plain" else swap.kept_bytes
+    working = plan.working_set_bytes - swap.buffer_bytes - kept
+    if has_known_step(request) and request.sliced is None:
+        if swap.mode == "plain" and request.element_bytes.stream != FP32:
+            kept -= sum(plan.costs.input_bytes)  # the layer's norm saves a copy in fp32 instead
+        step = PlannedStep(
+            step=known_step(request, parallel),
+            calls=_planned_calls(request, parallel, plan, kept),
+            buffer_bytes=swap.buffer_bytes,
+            plain=swap.mode == "plain",
+        )
+        working = step.peak_bytes - swap.buffer_bytes - kept + _restored_bytes(request, parallel, plan)
+    return by_category(request, parallel, swap.buffer_bytes, kept, working, plan.costs.transient_device_bytes)
+
+
+def _restored_bytes(request: EstimateRequest, parallel: Parallelism, plan: Plan) -> int:
+    """Bytes of compressed tensors that the backward of a slice restores at once."""
+    if request.swap_precision == "exact" or plan.swap.mode == "plain":
+        return 0
+    slices = itertools.chain.from_iterable(_slices(plan, call) for call in range(plan.swap.calls))
+    swapped = (part.tokens for part in slices if part.place(ALL) in ("swap", "spill"))
+    return max(swapped, default=0) * restored_bytes_per_token(request, parallel)
+
+
+def by_category(
+    request: EstimateRequest, parallel: Parallelism, buffers: int, kept: int, working: int, outside: int
+) -> dict[str, int]:
+    """Return the device memory by category. Logits count only if the peak is outside the layers.
+
+    Args:
+        request: Training to estimate.
+        parallel: Sizes of the parallelism.
+        buffers: Bytes of the rounding buffers.
+        kept: Bytes of activations that stay on the device.
+        working: All other bytes.
+        outside: Bytes of the peak outside the layers.
+    """
+    logits = round(logits_bytes(request, parallel)) if working == outside else 0
+    return {
+        "rounding_buffers": buffers,
+        "activations": kept,
+        "transients": working - logits,
+        "logits": logits,
+        "gathered": round(gathered_bytes(request, parallel)),
+    }
+
+
+def all_but_input(request: EstimateRequest) -> frozenset[str]:
+    """Return the names of all tensors that a layer saves, except its input."""
+    return saved_names(request, "attention", "other")
+
+
+def saved_names(request: EstimateRequest, *kinds: str) -> frozenset[str]:
+    """Return the names of the tensors of some kinds that a layer saves."""
+    tensors = saved_tensors(request.shape, sizes=request.element_bytes)
+    return frozenset(tensor.name for tensor in tensors if tensor.kind in kinds)
+
+
+def _planned_calls(request: EstimateRequest, parallel: Parallelism, plan: Plan, kept: int) -> list[PlannedCall]:
+    """All layer calls, which keep `kept` bytes of activations on the device in total."""
+    calls: list[PlannedCall] = []
+    for run in request.runs(parallel):
+        slices = tuple(_planned_slices(run, plan, len(calls)))
+        call = PlannedCall(slices=slices, kept_bytes=0, input_gradient=run.shape.input_gradient)
+        calls += [call] * run.shape.layers
+    shares = _kept_by_call(plan)
+    return [replace(call, kept_bytes=round(kept * share)) for call, share in zip(calls, shares, strict=True)]
+
+
+def _kept_by_call(plan: Plan) -> list[float]:
+    """The share of each layer call in the bytes of activations that stay on the device."""
+    costs, storage = plan.costs, plan.swap.storage
+    kept = list(map(sum, zip(costs.attention_bytes, costs.other_bytes, strict=True)))
+    if storage is not None and plan.storage_costs is not None:
+        classes = zip(plan.storage_costs.classes, storage.calls, strict=True)
+        of_class = [
+            sum(size * stored.tokens(kind, "keep") for kind, size in zip(call.kinds, call.sizes, strict=True))
+            for call, stored in classes
+        ]
+        kept = [of_class[number] for number in storage.call_classes]
+    return [each / max(sum(kept), 1) for each in kept]
+
+
+def _planned_slices(run: EstimateRequest, plan: Plan, call: int) -> Iterator[PlannedSlice]:
+    """The slices of a layer call, each with what it recomputes."""
+    swap, tokens = plan.swap, plan.costs.tokens
+    if swap.mode == "plain":
+        yield PlannedSlice(tokens=tokens, kept=all_but_input(run))
+        return
+    for part in _slices(plan, call):
+        kept = saved_names(run, "other") if part.place(ALL) == "keep" else frozenset()
+        yield PlannedSlice(tokens=part.tokens, made=frozenset(_recomputed(run, part)), kept=kept)
+
+
+def _slices(plan: Plan, call: int) -> tuple[TokenRange, ...]:
+    swap, tokens = plan.swap, plan.costs.tokens
+    if swap.storage is not None:
+        return stored_slices(swap.storage, call, tokens)
+    return slice_tokens_by_alpha(tokens, swap.alpha)
+
+
+def _recomputed(request: EstimateRequest, part: TokenRange) -> Iterator[str]:
+    """Names of the saved tensors that a slice computes again. Outputs of stored products, if saved, are not copied."""
+    if not part.recomputes:
+        return
+    shape = request.shape
+    known: set[str] = set()
+    for product in layer_products(shape):
+        stored = {product.name: product.role} if product.role not in _ROTATED else {}
+        if adapters := product.adapters(shape):
+            stored[adapters[0][0]] = f"within the adapter of {product.role}"
+        known |= {tensor for name, tensor in stored.items() if part.place(name) is not None}
+    dropped = part.place("out") is None
+    for tensor in saved_tensors(shape, sizes=request.element_bytes):
+        wanted = tensor.kind == "other" or (tensor.kind == "attention" and dropped)
+        if wanted and tensor.name not in known:
+            yield tensor.name

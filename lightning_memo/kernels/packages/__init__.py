@@ -1,1 +1,0 @@
-"""Attention kernels of optional packages."""

@@ -1,0 +1,88 @@
+"""Memory of plans with `host_backed`: each slice swaps into its own slot, and keys and values arrive in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from lightning_memo.artifacts.swap_plan import HostBacked, SliceBytes, StreamedBytes
+from lightning_memo.planner.token_slices import SavedBytes, TokenRange, aligned, slice_slot_bytes
+
+STATES: Final = 3
+"""Hidden states on the host at the same time: a layer's input and output, or their gradients, and the input of the
+final norm."""
+
+BLOCK_TOKENS: Final = 2048
+"""Tokens whose keys and values are fetched at once: enough for one kernel call to fill a GPU, and for the copy to
+outweigh its launch."""
+
+
+def host_backed_sizes(
+    calls: Sequence[tuple[Sequence[SavedBytes], int]],
+    slices: Sequence[TokenRange],
+    host_backed: HostBacked,
+    *,
+    gradient_bytes: int,
+    block_tokens: int = BLOCK_TOKENS,
+    schedule: str = "layer",
+    shared: Sequence[SavedBytes] = (),
+) -> StreamedBytes:
+    """Memory of all slices of all layer calls, alignment included.
+
+    Args:
+        calls: For each layer call, the tensors that it saves and the number of tokens for which they were measured.
+        slices: Slices of the plan.
+        host_backed: See :class:`~lightning_memo.artifacts.swap_plan.SwapPlan`; not "none".
+        gradient_bytes: Bytes per token of the gradients of keys and values, in the type in which they are accumulated.
+        block_tokens: Minimum number of tokens whose keys and values are fetched at once.
+        schedule: "layer", or "slice". With "slice", the gradients of all layers' keys and values are alive at once,
+            and so is one gradient of the last layer's output per slice.
+        shared: With "slice", the arguments that layers receive in addition to their input, for as many tokens as in
+            the first call.
+    """
+    # Equal calls may share one list of tensors.
+    slots = {id(saved): slice_slot_bytes(saved, tokens, slices) for saved, tokens in calls}
+    largest = max(sum(slices[n].tokens for n in block) for block in blocks_of(slices, block_tokens))
+    block, buffers = largest * max(_per_token(*call, "key", "value") for call in calls), 2
+    gradients = outside = states = 0
+    if host_backed == "all":
+        block, buffers, gradients = block + gradient_bytes * largest, 3, gradient_bytes * slices[-1].stop
+        states = STATES * max(_per_token(*call, "input") for call in calls) * slices[-1].stop
+    if schedule == "slice":
+        output = [item for item in calls[-1][0] if item.kind == "input"]
+        gradients, states = gradients * len(calls), 0
+        outside = sum(slice_slot_bytes([*output, *shared], calls[-1][1], slices))
+    return StreamedBytes(
+        slot=max(max(sizes) for sizes in slots.values()),
+        host=sum(sum(slots[id(saved)]) for saved, _ in calls) + outside + gradients + states,
+        gradients=gradients,
+        staging=buffers * aligned(block),
+        states=states,
+        slices=tuple(
+            SliceBytes(tokens=part.tokens, slot=slot, swapped=not part.recomputes)
+            for part, slot in zip(slices, max(slots.values(), key=max), strict=True)
+        ),
+    )
+
+
+def _per_token(saved: Sequence[SavedBytes], tokens: int, *kinds: str) -> int:
+    return -(-sum(item.size_bytes for item in saved if item.kind in kinds) // tokens)
+
+
+def blocks_of(slices: Sequence[TokenRange], least_tokens: int) -> list[range]:
+    """Group consecutive slices into blocks that are fetched together.
+
+    Args:
+        slices: Slices of a layer call, in order.
+        least_tokens: Minimum number of tokens of a block; the last one may have fewer.
+
+    Returns:
+        Ranges of indices into `slices`.
+    """
+    blocks, first, tokens = [], 0, 0
+    for n, part in enumerate(slices):
+        tokens += part.tokens
+        if tokens >= least_tokens or n == len(slices) - 1:
+            blocks.append(range(first, n + 1))
+            first, tokens = n + 1, 0
+    return blocks

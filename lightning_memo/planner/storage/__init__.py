@@ -1,1 +1,0 @@
-"""Where each kind of tensor is stored (`storage="kinds"`), decided by a linear program."""

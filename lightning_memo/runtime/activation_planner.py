@@ -1,0 +1,345 @@
+"""Profiles a step, makes the plan, and loads it into the engine."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final, TypeVar
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.config import MemoConfig
+from lightning_memo.engine import Engine
+from lightning_memo.engine.layers.step_profile import StepProfile
+from lightning_memo.engine.memory.spill_file import SpillError
+from lightning_memo.parallel.ranks import Ranks, on_first_rank
+from lightning_memo.planner.choose_plan import Seconds, choose_plan
+from lightning_memo.profiler.allocation_recorder import Precedence, end_abandoned
+from lightning_memo.profiler.measured_costs import (
+    available_budget,
+    estimated_working_set,
+    fingerprint,
+    measured_layer_costs,
+    state_bytes,
+)
+from lightning_memo.profiler.memory_meter import WorkingSet
+from lightning_memo.reports.memory_shortage import plan_shortage
+from lightning_memo.runtime.announce_plan import (
+    announce_plan,
+    announce_replanning,
+    announce_whole_layers,
+    warn_of_no_plan,
+    warn_of_shortage,
+)
+from lightning_memo.runtime.earlier_plan import EarlierPlan
+from lightning_memo.runtime.solve_plan import MeasuredStep, plan_by_alpha, plan_by_kind, return_keys
+from lightning_memo.runtime.step_meter import MetersSteps
+from lightning_memo.runtime.training_run import TrainingRun
+from lightning_memo.utils.files import check_writable
+
+PLAN_FILE: Final = "memo_plan.json"
+_LEAST_ALPHA: Final = 1 / 16
+T = TypeVar("T")
+
+
+class ActivationPlanner(MetersSteps):
+    """Plans which activations are swapped, from the first batch that the engine profiles and from any larger one.
+
+    Args:
+        engine: The engine of the run.
+        config: The settings of the strategy.
+        ranks: The processes that have to agree on a plan.
+        run: The training run.
+
+    Attributes:
+        plan: The plan in force; `None` until the first batch is over.
+    """
+
+    def __init__(self, engine: Engine, config: MemoConfig, ranks: Ranks, run: TrainingRun) -> None:
+        self.plan: Plan | None = None
+        self._engine, self._config, self._ranks, self._run = engine, config, ranks, run
+        self._started_seconds = 0.0
+        self._is_first_batch = True
+        self._folder: Path | None = None
+        self._most_device_bytes, self._most_alpha = math.inf, 1.0  # limits of later plans, once a plan was too large
+        self._shrunk = self._dropped = self._warned = False
+        self._is_unproven = False  # whether the plan is an earlier one, and no layer has run yet
+        self._steps = 0  # optimizer steps before the current batch
+
+    def start(self, resumed_plan: str | None) -> None:
+        """Training starts.
+
+        Args:
+            resumed_plan: The plan in the checkpoint from which the run is resumed, as JSON; `None` if there is none.
+
+        Raises:
+            ValueError: The plan cannot be written to the run's folder, or the user's plan is not usable.
+        """
+        self._folder = self._run.folder()
+        on_first_rank(lambda: _check_folder(self._folder))
+        if self._config.plan is not None or resumed_plan is not None:
+            self._use_earlier_plan(resumed_plan)
+        if self.plan is None:
+            rank_zero_info("lightning_memo: the first batch is profiled, with every layer recomputed.")
+
+    def _use_earlier_plan(self, resumed_plan: str | None) -> None:
+        earlier = EarlierPlan(self._engine, self._config, self._ranks, self._run, resumed_plan)
+        plan = earlier.valid_plan()
+        if plan is None:
+            return
+        swap, settings = plan.swap, self._engine.settings
+        if swap.slice_tokens is not None and settings.slice_tokens is None and not settings.divided:
+            self._engine.cut(swap.slice_tokens, swap.host_backed)  # a step of the earlier run did not fit without
+        self._raising_together(lambda: self._engine.load(plan.swap, plan.costs.batch * plan.costs.tokens))
+        self._engine.attention.trials = plan.attention_trials
+        self.plan, self._is_unproven = plan, True
+        rank_zero_info(f"lightning_memo: uses {earlier.source}.")
+        self._announce(plan)
+        self._warn_of_shortage(plan)
+
+    def begin_batch(self) -> None:
+        """A training batch begins."""
+        end_abandoned()
+        if self.plan is None and self._is_first_batch:
+            self._wait_for_device()
+            self.start_meter(self._engine, Precedence.FIRST_STEP)
+        self._is_first_batch = self._engine.ran_plainly = False
+        self._steps = self._run.step
+        self._started_seconds = time.perf_counter()
+
+    def before_profile(self) -> None:
+        """A step is going to be profiled, and memory of earlier plans has been freed."""
+        if self._meter is None:  # a batch behind the first one, which others may measure as well
+            self.start_meter(self._engine, Precedence.LATER_STEP)
+
+    def fail(self) -> None:
+        """Training ends with an exception."""
+        self._stop_meter()
+
+    def end_batch(self) -> None:
+        """A training batch is over, and so is its optimizer step, if there is one: make a plan if it was profiled.
+
+        Raises:
+            ValueError: There is no plan within the budget.
+        """
+        if self._is_unproven:
+            self._check_earlier_plan()
+        profile = self._engine.profile
+        stepped = self._run.step > self._steps
+        if profile is None or not (profile.complete or (stepped and profile.finish())):
+            self._stop_meter()
+            if self.plan is None and stepped and not (self._warned or self._engine.ran_plainly):
+                self._warned = True
+                warn_of_no_plan(self._engine.layers)
+            return
+        self._wait_for_device()
+        self._make_plan(profile, time.perf_counter() - self._started_seconds)
+
+    def _check_earlier_plan(self) -> None:
+        """Drop an earlier plan that cuts layers if they cannot be cut, which is known once they have run."""
+        assert self.plan is not None
+        self._is_unproven, swap = False, self.plan.swap
+        self._agree_on_layers(everyone=True)
+        why = self._engine.layer_classes.why_whole
+        cuts = swap.streamed or (not swap.whole_layers and 0.0 < swap.alpha < 1.0)
+        compresses = self.plan.costs.swapped_other_bytes is not None
+        if why and (cuts or compresses) and swap.mode != "plain" and self._engine.profile is None:
+            rank_zero_warn(
+                "lightning_memo: the plan is dropped, and the next batch is profiled: it "
+                f"{'cuts layers into slices' if cuts else 'compresses activations'}, but {why}."
+            )
+            self._dropped = True
+            self._engine.unload()
+        elif self._run.rank == 0:
+            announce_whole_layers(self.plan, self._config, why)
+
+    def _wait_for_device(self) -> None:
+        if self._engine.device.type == "cuda":
+            torch.cuda.synchronize(self._engine.device)
+
+    def _make_plan(self, profile: StepProfile, step_seconds: float) -> None:
+        # Data-parallel processes meet longer batches at different times. Only the first plan is made by all of them at
+        # once; later ones are made by the processes that share a sequence.
+        earlier = self.plan
+        first = earlier is None
+        self._agree_on_layers(first)
+        if self._engine.layer_classes.why_whole:
+            for call in profile.in_order():
+                call.store_exactly()
+        # Calls of a later stack may have been larger than this batch's; the size of a batch shows at its first call.
+        profile.extend(self._engine.limits.largest)
+        if self._engine.micro_batches.in_flight is not None:
+            self._engine.micro_batches.repeat(profile)
+        step = self._measured(profile, step_seconds, first)
+        if not self._ranks.world and return_keys(step, self._engine, self._config.alpha):
+            return  # the next batch is profiled
+        plan = self._raising_together(lambda: self._solve(step, first), everyone=first)
+        kernels = self._engine.attention
+        precision = self._engine.settings.swap_precision if plan.swap.mode == "memo" else "exact"
+        swap = replace(plan.swap, attention=kernels.chosen or plan.swap.attention, precision=precision)
+        plan = replace(plan, swap=swap, attention_trials=kernels.trials)
+        self._raising_together(lambda: self._engine.load(plan.swap, profile.batch * profile.tokens), everyone=first)
+        self.plan = plan
+        if earlier is not None and earlier.swap.mode == "plain" and plan.swap.calls < earlier.swap.calls:
+            self._engine.limits.exceed()  # other calls of this batch had run plainly before the profile began
+        by_kind = earlier is not None and earlier.swap.storage is not None
+        told = self._dropped or (by_kind and self._engine.layer_classes.why_whole)
+        if not (first or told) and self._run.rank == 0:
+            announce_replanning(plan, self._shrunk)
+        self._announce(plan)
+        self._warn_of_shortage(plan, everyone=first)
+        self._shrunk = self._dropped = False
+
+    def _agree_on_layers(self, everyone: bool) -> None:
+        """All processes cut their layers alike, and run the slices in the same order."""
+        classes = self._engine.layer_classes
+        findings = self._ranks.gather_slicing((classes.why_whole, classes.why_nest), everyone)
+        why_whole, why_nest = (next(filter(None, whys), "") for whys in zip(*findings, strict=True))
+        classes.agree(why_whole, why_nest)
+
+    def _measured(self, profile: StepProfile, step_seconds: float, everyone: bool) -> MeasuredStep:
+        run, engine, device = self._run, self._engine, self._engine.device
+        fixed = state_bytes(run.model, run.optimizers)
+        metered, in_flight = self._stop_meter(), engine.micro_batches.in_flight
+        working_set = metered or estimated_working_set(profile, None if self.plan is None else self.plan.costs)
+        # The input and the output of each block of a pipeline stage stay on the device for each micro-batch in flight.
+        in_pipeline = (sum(in_flight or (1,)) - 1) * 2 * max(profile.bytes_of("input"))
+        waiting = engine.micro_batches.waiting - bool(metered)  # while it was metered, the gradients of one waited
+        working_set = working_set.with_more(in_pipeline + waiting * engine.micro_batches.waiting_bytes)
+        arena = None if engine.memory is None else engine.memory.arena
+        costs = self._raising_together(
+            lambda: measured_layer_costs(
+                profile, step_seconds, fixed, working_set, device, engine.settings.spill_path, arena
+            ),
+            everyone,
+        )
+        limits = available_budget(self._config, device, fixed, engine.host_bytes, self._ranks.on_this_node)
+        return MeasuredStep(
+            profile=profile,
+            # What a stage does besides its layers is mostly to wait for other stages.
+            costs=costs if in_flight is None else replace(costs, in_flight=max(in_flight), outside_seconds=0.0),
+            budget=replace(limits, device_bytes=int(min(limits.device_bytes, self._most_device_bytes))),
+            label=fingerprint(run.model, profile, run.precision, device, self._ranks.parallel),
+        )
+
+    def _solve(self, step: MeasuredStep, everyone: bool) -> Plan:
+        storage, by_kind = self._engine.settings.storage, None
+        if storage == "kinds" or (storage == "auto" and self._can_name_kinds(step.profile, everyone)):
+            by_kind = plan_by_kind(
+                step,
+                self._ranks,
+                everyone,
+                device_measured=self._measures_device,
+                optional=storage == "auto",
+                divided=self._engine.settings.divided,
+                exchanging=self._config.expert_parallel_size > 1,
+                schedule=self._engine.layer_classes.schedule,
+            )
+        if by_kind is not None and storage == "kinds":
+            return by_kind
+
+        def slowest(seconds: Seconds) -> Seconds:
+            of_kind, of_alpha = zip(*self._ranks.gather_slicing(seconds, everyone), strict=True)
+            return max(of_kind), max(of_alpha)
+
+        return choose_plan(
+            by_kind,
+            lambda: plan_by_alpha(step, self._engine, self._config, self._most_alpha, self._ranks, everyone),
+            device_measured=self._measures_device,
+            slowest=slowest,
+        )
+
+    @property
+    def _measures_device(self) -> bool:
+        """Whether the device budget is what was free, rather than a limit of the user or of a step that failed."""
+        return self._config.device_memory is None and self._most_device_bytes == math.inf
+
+    def _can_name_kinds(self, profile: StepProfile, everyone: bool) -> bool:
+        """Whether layers can run by a plan that names a place for each kind of tensor."""
+        classes = self._engine.layer_classes
+        return all(self._ranks.gather_slicing(profile.uniform and not classes.why_whole, everyone))
+
+    def _raising_together(self, work: Callable[[], T], everyone: bool = True) -> T:
+        """Do work that may fail in a single process, or in a single stage of a pipeline; then all processes end.
+
+        Raises:
+            SpillError: The disk refused it. With several processes this is a `ValueError`.
+            ValueError: There is no plan, or it cannot run here.
+        """
+        return self._ranks.run_together(work, everyone, (SpillError, ValueError))
+
+    def _stop_meter(self) -> WorkingSet | None:
+        return self.stop_meter(accumulating=self._run.accumulated_batches > 1)
+
+    def _announce(self, plan: Plan) -> None:
+        if self._run.rank == 0:
+            classes, settings = self._engine.layer_classes, self._engine.settings
+            on_host = settings.may_stream and settings.host_backed == "auto" and settings.schedule != "nest"
+            why_on_device = classes.why_nest if on_host and not classes.why_whole else ""
+            announce_plan(plan, self._config, classes.why_whole, why_on_device)
+            self._save(plan)
+            if self._folder is not None:
+                rank_zero_info(f"lightning_memo: plan saved to {self._folder / PLAN_FILE}")
+
+    def _warn_of_shortage(self, plan: Plan, everyone: bool = True) -> None:
+        shortage = plan_shortage(plan, can_have_more=self._most_device_bytes == math.inf)
+        warn_of_shortage(self._ranks.gather(shortage, everyone))
+
+    @property
+    def can_shrink(self) -> bool:
+        """Whether another plan needs less device memory than the one in force. The plan of alpha 0 needs least."""
+        swap = None if self.plan is None else self.plan.swap
+        return swap is not None and (swap.mode == "plain" or swap.alpha > 0.0 or swap.storage is not None)
+
+    def limit_device(self, most_bytes: float) -> None:
+        """Let later plans use no more device memory than this."""
+        self._most_device_bytes = min(self._most_device_bytes, most_bytes)
+
+    def shrink(self) -> None:
+        """Drop a plan that takes too much memory: the next forward is profiled, and later plans are smaller.
+
+        A profiled batch has every layer recomputed. The next plan has half the alpha, or 0 below 1/16 and where layers
+        run whole; after plain training it is not plain.
+        """
+        assert self.plan is not None
+        swap = self.plan.swap
+        if swap.mode != "plain":
+            # A single swapped layer takes as much device memory as many of them.
+            fewer = swap.alpha > _LEAST_ALPHA and not swap.whole_layers
+            self._most_alpha = swap.alpha / 2 if fewer else 0.0
+        self._shrunk = True
+        self._engine.unload()
+        self._started_seconds = time.perf_counter()
+
+    def restart(self) -> None:
+        """A profiled step failed, and is going to be run again in a way that takes less memory."""
+        self._stop_meter()
+        self._shrunk = True
+        self._started_seconds = time.perf_counter()
+
+    def complete(self, plan: Plan) -> None:
+        """Replace the plan in force by the same plan with the placement of its buffers."""
+        self.plan = plan
+        if self._run.rank == 0:
+            self._save(plan)
+
+    def _save(self, plan: Plan) -> None:
+        if self._folder is not None:
+            plan.save(self._folder / PLAN_FILE)
+
+
+def _check_folder(folder: Path | None) -> None:
+    """Refuse a folder that the plan cannot be written to before the first step rather than after it."""
+    try:
+        if folder is not None:
+            check_writable(folder)
+    except OSError as error:
+        raise ValueError(
+            f"{folder}: {PLAN_FILE} can't be written there ({error.strerror}); give Trainer a default_root_dir or a "
+            "logger whose folder can be written, or MemoLoop another output_dir"
+        ) from None

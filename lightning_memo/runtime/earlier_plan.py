@@ -1,0 +1,158 @@
+"""Plans from a file or from a checkpoint, and the checks that they are valid for this run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_memo.artifacts.layer_costs import Budget
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.config import MemoConfig
+from lightning_memo.engine import Engine
+from lightning_memo.parallel.ranks import Ranks
+from lightning_memo.profiler.measured_costs import available_budget, run_fingerprint, state_bytes
+from lightning_memo.runtime.training_run import TrainingRun
+from lightning_memo.utils.units import format_bytes
+
+_EARLIER = "When the plan was made: "
+
+# Fields of a plan that may differ between the processes that run by it.
+_OWN_SIZES = (
+    "slot_bytes", "streamed_host_bytes", "gradient_host_bytes", "state_host_bytes", "staging_bytes",
+    "stored_host_bytes", "kept_bytes", "spilled_calls",
+)  # fmt: skip
+
+
+class EarlierPlan:
+    """The plan that the user gave, otherwise the plan in the checkpoint from which the run is resumed.
+
+    Args:
+        engine: The engine of the run.
+        config: The settings of the strategy. `config.plan` is the path of the user's plan.
+        ranks: The processes that have to run by the same plan.
+        run: The training run.
+        resumed: The checkpoint's plan as JSON; `None` if the checkpoint has none.
+    """
+
+    def __init__(self, engine: Engine, config: MemoConfig, ranks: Ranks, run: TrainingRun, resumed: str | None) -> None:
+        self._engine, self._config, self._ranks, self._run = engine, config, ranks, run
+        self._resumed = resumed
+
+    @property
+    def source(self) -> str:
+        """Where the plan comes from, for messages."""
+        return "the checkpoint's plan" if self._config.plan is None else f"the plan {self._config.plan}"
+
+    def valid_plan(self) -> Plan | None:
+        """The plan with the memory budget of this run.
+
+        Returns:
+            The plan, or `None` after a warning if it was made for another run.
+
+        Raises:
+            ValueError: The file holds no plan, the plan needs more host memory than there is, or another process has
+                another plan.
+        """
+        plan, why_not, error = None, "", None
+        try:
+            plan = self._read()
+            if plan is not None:
+                # The plan's reason speaks of the budget that it was made for.
+                reason = _EARLIER + plan.reason.removeprefix(_EARLIER)
+                plan = replace(plan, budget=self._budget(), reason=reason)
+            why_not = "" if plan is None else self._why_not(plan)
+        except (ValueError, OSError) as refused:
+            error = refused
+        self._ranks.raise_together(error)
+        self._refuse_different(plan)
+        if plan is None:
+            return None
+        if why_not := next((why for why in self._ranks.gather(why_not) if why), ""):
+            rank_zero_warn(f"lightning_memo: {self.source} is not used, and the first batch is profiled: {why_not}.")
+            return None
+        if self._config.alpha not in ("auto", plan.swap.alpha):  # a checkpoint's plan was refused in this case
+            rank_zero_warn(
+                f"lightning_memo: alpha={self._config.alpha} is not used, because {self.source} has alpha="
+                f"{plan.swap.alpha}."
+            )
+        return plan
+
+    def _budget(self) -> Budget:
+        device, fixed = self._engine.device, state_bytes(self._run.model, self._run.optimizers)
+        return available_budget(self._config, device, fixed, self._engine.host_bytes, self._ranks.on_this_node)
+
+    def _read(self) -> Plan | None:
+        """The plan; `None` if the checkpoint's plan cannot be read.
+
+        Raises:
+            ValueError: The user's file holds no plan.
+            OSError: The user's file cannot be read.
+        """
+        if self._config.plan is not None:
+            return Plan.load(self._config.plan)
+        try:
+            return Plan.from_json(self._resumed or "")
+        except ValueError:
+            return None
+
+    def _refuse_different(self, plan: Plan | None) -> None:
+        """End all processes if their plans cannot run together.
+
+        Raises:
+            ValueError: Two processes have different plans.
+        """
+        own = None
+        if plan is not None:
+            sizes: dict[str, Any] = dict.fromkeys(_OWN_SIZES, 0)
+            own = replace(plan.swap.executed, stored_spill_bytes=(), **sizes)
+        swaps = self._ranks.gather(own)
+        for rank, swap in enumerate(swaps):
+            if swap != swaps[0]:
+                plans = [
+                    f"rank {r}: {'none' if s is None else f'alpha={s.alpha:g} {s.mode}'}"
+                    for r, s in ((0, swaps[0]), (rank, swap))
+                ]
+                raise ValueError(
+                    f"processes were given different plans ({', '.join(plans)}): give all of them the same file, or "
+                    "None"
+                )
+
+    def _why_not(self, plan: Plan) -> str:
+        """Why the plan is not valid for this run; empty if it is valid."""
+        expected = run_fingerprint(self._run.model, self._run.precision, self._engine.device, self._ranks.parallel)
+        for name, value in expected.items():
+            if getattr(plan.fingerprint, name) != value:
+                return f"it was made for {name} {getattr(plan.fingerprint, name)}, and this run has {value}"
+        longest = self._config.slice_tokens
+        if longest != "auto" and int(longest) != plan.swap.slice_tokens:
+            return f"it was made for slice_tokens={plan.swap.slice_tokens}, and {longest} was given"
+        if why := self._engine.why_not(plan.swap):
+            return why
+        if self._config.plan is None and self._config.alpha not in ("auto", plan.swap.alpha):
+            return f"it has alpha={plan.swap.alpha}, and {self._config.alpha} was given"
+        return self._missing_memory(plan)
+
+    def _missing_memory(self, plan: Plan) -> str:
+        """The memory that the plan needs and the machine does not have; empty if it has enough.
+
+        Raises:
+            ValueError: There is too little host memory for the user's plan.
+        """
+        given = self._config.plan
+        available = plan.budget
+        if plan.swap.host_bytes > available.host_bytes:
+            needs, has = format_bytes(plan.swap.host_bytes), format_bytes(available.host_bytes)
+            if given is not None:
+                raise ValueError(
+                    f"{given} needs {needs} of host memory, and {has} is available: raise host_memory, or make the "
+                    "plan again"
+                )
+            return f"it needs {needs} of host memory, and {has} is available"
+        if plan.swap.spill_bytes > available.spill_bytes:
+            needs, has = format_bytes(plan.swap.spill_bytes), format_bytes(available.spill_bytes)
+            return f"it spills {needs} to the disk, and {has} is available"
+        if plan.swap.mode == "plain" and plan.device_excess_bytes:
+            return f"plain training needs {format_bytes(plan.device_bytes)} of {format_bytes(available.device_bytes)}"
+        return ""
