@@ -31,6 +31,7 @@ from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.engine import Engine, RequestedSettings
 from lightning_memo.engine.bootstrap_plan import host_backed_bytes
 from lightning_memo.loss.attach_loss import attach_chunked_loss
+from lightning_memo.planner.token_slices import plan_of_alpha
 from lightning_memo.profiler.memory_meter import PeakMeter
 from lightning_memo.utils.files import replacing
 from lightning_memo.utils.find_layers import find_stacks
@@ -111,7 +112,7 @@ def _measure(options: argparse.Namespace, schedule: str, tokens: int) -> dict[st
     stats = engine.memory.stats
     engine.detach()
     return {
-        "peak_bytes": meter.peak_bytes + 2 * swap.slot_bytes,  # other buffers are allocated within the step
+        "peak_bytes": meter.peak_bytes + 2 * swap.memory.slot,  # other buffers are allocated within the step
         "host_bytes": stats.peak_host_bytes,
         "overflow_bytes": stats.overflow_bytes,
         "seconds": time.perf_counter() - started,
@@ -132,13 +133,9 @@ def _model(options: argparse.Namespace) -> nn.Module:
 def _plan(engine: Engine, options: argparse.Namespace, tokens: int) -> SwapPlan:
     profile = engine.profile
     assert profile is not None
-    slices = engine.cutter.cut(tokens, options.alpha, options.slice_tokens)
-    sizes = host_backed_bytes(engine, profile.saved_by_calls, slices, "all")
-    return SwapPlan(
-        mode="memo", alpha=options.alpha, schedule=engine.layer_classes.schedule, slice_tokens=options.slice_tokens,
-        calls=options.layers, slot_bytes=sizes.slot, host_backed="all", streamed_host_bytes=sizes.host,
-        gradient_host_bytes=sizes.gradients, state_host_bytes=sizes.states, staging_bytes=sizes.staging,
-    )  # fmt: skip
+    storage = plan_of_alpha(tokens, options.alpha, options.layers, slice_tokens=options.slice_tokens)
+    sizes = host_backed_bytes(engine, profile.saved_by_calls, engine.cutter.slices(storage, tokens), "all")
+    return SwapPlan(storage=storage, memory=sizes.memory, schedule=engine.layer_classes.schedule, host_backed="all")
 
 
 def _show(rows: list[dict[str, Any]]) -> None:

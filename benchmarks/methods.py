@@ -18,7 +18,7 @@ from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.engine import Engine, RequestedSettings
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.memory.slot_memory import SlotMemory
-from lightning_memo.planner.token_slices import slice_tokens_by_alpha, slot_bytes
+from lightning_memo.planner.token_slices import memory_of_plan, plan_of_alpha
 from lightning_memo.utils.find_layers import find_stacks
 
 PLAIN = "plain"
@@ -183,12 +183,10 @@ class Workload:
     def _swap_plan(self, method: Method) -> SwapPlan:
         assert method.alpha is not None
         profile, schedule = self._profile, self._engine.layer_classes.schedule
-        slices = slice_tokens_by_alpha(profile.tokens, method.alpha, method.slice_tokens)
-        size = max(slot_bytes(call.saved, profile.tokens, slices, schedule) for call in profile.in_order())
-        return SwapPlan(
-            mode="memo", alpha=method.alpha, schedule=schedule, slice_tokens=method.slice_tokens,
-            calls=len(profile.calls), slot_bytes=size,
-        )  # fmt: skip
+        calls = profile.saved_by_calls
+        storage = plan_of_alpha(profile.tokens, method.alpha, len(calls), slice_tokens=method.slice_tokens)
+        memory = memory_of_plan(storage, calls, len(calls) - 2, schedule=schedule)
+        return SwapPlan(storage=storage, memory=memory, schedule=schedule)
 
 
 def _touch(memory: SlotMemory) -> None:

@@ -157,7 +157,7 @@ def _train(method: str, shape: tuple[int, int], tokens: int, orders: Connection,
     )  # fmt: skip
     trainer.fit(Llama(*shape), DataLoader(Batches(tokens), batch_size=None))
     plan = getattr(trainer.strategy, "plan", None)
-    if method not in _CUT and plan is not None and plan.swap.mode != "plain":
+    if method not in _CUT and plan is not None and not plan.swap.plain:
         raise ValueError(f"{tokens} tokens of {shape} do not fit as plain training: give smaller ones")
 
 

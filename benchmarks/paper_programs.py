@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Final, Literal
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
-from lightning_memo.artifacts.swap_plan import SwapPlan
+from lightning_memo.artifacts.swap_plan import PlanMemory, SwapPlan
 from lightning_memo.estimate import Cluster, Constants, ModelShape, Parallelism
 from lightning_memo.estimate.device_bytes import (
     CHUNKED_LOGIT_BYTES,
@@ -29,6 +29,7 @@ from lightning_memo.estimate.step_buffers import CHUNK_BYTES
 from lightning_memo.estimate.step_times import BACKWARD_OF_ATTENTION, LayerTimes, ring_bandwidth
 from lightning_memo.planner import HostMemoryError, plan_swap, solve_alpha
 from lightning_memo.planner.step_time import step_seconds
+from lightning_memo.planner.token_slices import memory_of_slots, plan_of_alpha
 
 Method = Literal["memo", "full_swap", "full_recompute", "megatron", "plain", "deepspeed_ulysses", "fpdt"]
 """MEMO; MEMO that swaps or recomputes everything; Megatron-LM with and without recomputation; and two peers."""
@@ -496,7 +497,8 @@ class _Step:
             other_bytes=nothing,
             recompute_seconds=(again,) * costs.calls,
         )
-        alone = SwapPlan(mode="memo", alpha=0.0, schedule="layer", slice_tokens=None, calls=costs.calls, slot_bytes=0)
+        recomputed = plan_of_alpha(costs.tokens, 0.0, costs.calls)
+        alone = SwapPlan(storage=recomputed, memory=PlanMemory(), schedule="layer")
         flops = shape.layers * (2.0 * tokens * shape.multiplied_in_a_layer + shape.attention_flops(tokens))
         return _Layers(
             seconds=step_seconds(computing, alone) + reorganised,
@@ -520,12 +522,14 @@ class _Step:
                 plans = map(self._plan, below)
                 plan = next((less for less in plans if less.device_bytes <= self.room.device_bytes), plan)
         swap, costs = plan.swap, plan.costs
-        working = plan.working_set_bytes - swap.buffer_bytes - swap.kept_bytes
+        working = plan.working_set_bytes - swap.buffer_bytes - swap.memory.kept
         return _Layers(
             alpha=swap.alpha,
             seconds=plan.step_seconds,
             recomputed_flops=(1.0 - swap.alpha) * self.run.shape.recomputed_flops(self.run.seq_len),
-            device_bytes=self._bytes_of_plan(swap.buffer_bytes, swap.kept_bytes, working, costs.transient_device_bytes),
+            device_bytes=self._bytes_of_plan(
+                swap.buffer_bytes, swap.memory.kept, working, costs.transient_device_bytes
+            ),
             host_bytes=swap.host_bytes,
         )
 
@@ -547,7 +551,11 @@ class _Step:
             alpha=alpha,
             schedule="layer",
             slice_tokens=None,
-            slot_bytes=lambda fraction: costs.swapped_bytes(0, fraction),
+            memory_of=partial(
+                memory_of_slots,
+                slot_bytes=lambda fraction: costs.swapped_bytes(0, fraction),
+                leaving=costs.swapped_calls,
+            ),
             may_be_plain=False,
         )
 

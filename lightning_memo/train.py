@@ -141,7 +141,7 @@ def train_model(cfg: DictConfig, data: SequenceDataModule) -> Fitted:
     plan: Plan | None = getattr(trainer.strategy, "plan", None)
     if plan is None:
         return fitted
-    return fitted if plan.swap.mode == "plain" else _with_swap(fitted, plan.swap)
+    return fitted if plan.swap.plain else _with_swap(fitted, plan.swap)
 
 
 def _with_swap(fitted: Fitted, swap: SwapPlan) -> Fitted:

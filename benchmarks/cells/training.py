@@ -180,8 +180,8 @@ def _result(module: CellModule, steps: Steps, peak: Peak | None, device: torch.d
     cell, strategy = module.cell, module.trainer.strategy
     swap = None if getattr(strategy, "plan", None) is None else strategy.plan.swap
     engine = getattr(strategy, "engine", None)
-    alpha = swap.alpha if swap is not None and swap.mode == "memo" else None
-    by_kind = swap is not None and swap.storage is not None
+    alpha = swap.alpha if swap is not None and not swap.plain else None
+    by_kind = swap is not None and not swap.storage.has_one_alpha
     weights, trained = module.parameters_and_trained
     flops = step_flops(cell, trained / weights, alpha, by_kind)
     seconds = steps.median_seconds
@@ -209,7 +209,7 @@ def _plan(strategy: Any, swap: Any) -> Result:
     """Returns the plan of the strategy."""
     planned = strategy.memory
     return {
-        "mode": swap.mode,
+        "mode": "plain" if swap.plain else "memo",
         "alpha": swap.alpha,
         "schedule": swap.schedule,
         "host_backed": swap.host_backed,

@@ -124,17 +124,11 @@ class LayerCosts:
         Args:
             recomputed: Fraction of the tokens whose activations a layer recomputes at once.
         """
-        largest = max(self.other_bytes)
-        return max(self.transient_device_bytes, self.backward_device_bytes + math.ceil(recomputed * largest))
+        return self.working_bytes_with(math.ceil(recomputed * max(self.other_bytes)))
 
-    def working_bytes_at(self, alpha: float, slice_tokens: int | None) -> int:
-        """`working_bytes` of a plan.
-
-        Args:
-            alpha: Fraction of the tokens that is swapped.
-            slice_tokens: Maximum number of tokens that run through a layer at once; None for no limit.
-        """
-        return self.working_bytes(min((slice_tokens or self.tokens) / self.tokens, 1.0 - alpha))
+    def working_bytes_with(self, recomputed_bytes: int) -> int:
+        """`working_bytes`, given the largest number of bytes that a layer recomputes at once."""
+        return max(self.transient_device_bytes, self.backward_device_bytes + recomputed_bytes)
 
     def swapped_bytes(self, call: int, alpha: float) -> int:
         """Bytes that a layer call swaps: S_input + S_attn + alpha * S_others, rounded up; S_others compressed, if so.
@@ -157,8 +151,12 @@ class LayerCosts:
 
     def backward_seconds_at(self, call: int, alpha: float) -> float:
         """Seconds of a backward that restores a fraction alpha of the tokens and recomputes the others."""
+        return self.backward_seconds_of(call, alpha, 1.0 - alpha)
+
+    def backward_seconds_of(self, call: int, restored: float, recomputed: float) -> float:
+        """Seconds of a backward that restores a fraction of the tokens, and recomputes another one."""
         restore = 0.0 if self.restore_seconds is None else self.restore_seconds[call]
-        return self.backward_seconds[call] + alpha * restore + (1.0 - alpha) * self.recompute_seconds[call]
+        return self.backward_seconds[call] + restored * restore + recomputed * self.recompute_seconds[call]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,11 +11,12 @@ from typing import Final
 from lightning_memo.artifacts.buffer_placement import StepPlacement
 from lightning_memo.artifacts.json_documents import check_range, read_json
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
-from lightning_memo.artifacts.swap_plan import Attention, SwapPlan
-from lightning_memo.artifacts.tensor_kind_costs import ALL, StorageCosts
+from lightning_memo.artifacts.storage_plan import StoragePlan
+from lightning_memo.artifacts.swap_plan import Attention, PlanMemory, SwapPlan
+from lightning_memo.artifacts.tensor_kind_costs import StorageCosts
 from lightning_memo.utils.files import replacing
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +51,19 @@ class AttentionTrial:
         check_range(self, {})
 
 
+def step_device_bytes(costs: LayerCosts, storage: StoragePlan, memory: PlanMemory) -> int:
+    """Return the device bytes of a step, without the model state: transients, buffers and kept activations.
+
+    Args:
+        costs: Bytes of the layer calls.
+        storage: Where they store their tensors.
+        memory: The memory of the plan.
+    """
+    calls = len(storage.call_classes)
+    recomputed = storage.recomputed_bytes([costs.other_bytes[n % costs.calls] for n in range(calls)])
+    return costs.working_bytes_with(recomputed) + 2 * memory.slot + memory.staging + memory.kept
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """A swap plan with everything it was made from, and the placement of buffers once that is known."""
@@ -68,7 +82,7 @@ class Plan:
     """Offsets of the buffers; None if PyTorch's allocator chooses them."""
 
     storage_costs: StorageCosts | None = None
-    """Costs of each kind of tensor, if the plan was made from them (`storage="kinds"`)."""
+    """Costs of each kind of tensor, if the plan was made from them."""
 
     attention_trials: tuple[AttentionTrial, ...] = ()
     """The attention kernels among which one was chosen."""
@@ -80,13 +94,16 @@ class Plan:
         if self.version != VERSION:
             raise ValueError(f"version={self.version} cannot be read: this lightning_memo reads version {VERSION}")
         storage, kinds = self.swap.storage, self.storage_costs
-        if storage is not None and kinds is not None:
-            described = (storage.tokens, len(storage.calls)), (kinds.tokens, len(kinds.classes))
-            if described[0] != described[1]:
-                raise ValueError(
-                    "swap.storage has {} tokens and {} classes of layer calls, but storage_costs has {} and {}: the "
-                    "numbers must be equal".format(*described[0], *described[1])
-                )
+        if self.swap.calls % self.costs.calls:
+            raise ValueError(
+                f"swap.storage.call_classes must have a class for each of the {self.costs.calls} layer calls, but has "
+                f"{self.swap.calls}"
+            )
+        if kinds is not None and (storage.tokens, len(storage.calls)) != (kinds.tokens, len(kinds.classes)):
+            raise ValueError(
+                f"swap.storage has {storage.tokens} tokens and {len(storage.calls)} classes of layer calls, but "
+                f"storage_costs has {kinds.tokens} and {len(kinds.classes)}: the numbers must be equal"
+            )
 
     def to_json(self) -> str:
         """Convert the plan to JSON."""
@@ -112,13 +129,7 @@ class Plan:
     @property
     def working_set_bytes(self) -> int:
         """Device bytes apart from the model state: the highest transient peak and the kept activations."""
-        if self.swap.mode == "plain":
-            return self.costs.working_bytes(0.0) + self.costs.skeletal_bytes
-        if self.swap.storage is not None:
-            costs, stored = self.storage_costs, [call.tokens(ALL) for call in self.swap.storage.calls]
-            transient = self.costs.working_bytes(1.0) if costs is None else costs.working_bytes(stored)
-            return transient + self.swap.buffer_bytes + self.swap.kept_bytes
-        return self.costs.working_bytes_at(self.swap.least_alpha, self.swap.slice_tokens) + self.swap.buffer_bytes
+        return step_device_bytes(self.costs, self.swap.storage, self.swap.memory)
 
     @property
     def device_excess_bytes(self) -> int:

@@ -1,14 +1,18 @@
-"""Where each kind of tensor of a layer call is stored for the backward (`storage="kinds"`)."""
+"""Where each kind of tensor of a layer call is stored for the backward, in which ranges of tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final, Literal
 
 from lightning_memo.artifacts.json_documents import check_range
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
-from lightning_memo.artifacts.tensor_kind_costs import PLACES, Place
+from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT, PLACES, Place
 
+# Later slices attend to the keys and values of recomputed ones, and continue the states of all.
+_ALPHA_KINDS: Final = {INPUT, ATTENTION, ALL, "key", "value", "state"}
 Resource = Literal[
     "device memory",
     "host memory",
@@ -85,7 +89,7 @@ class StoredRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallPlan:
-    """Tensors that the layer calls of one class store."""
+    """Tensors that the layer calls of one class store. What no range names is computed again."""
 
     ranges: tuple[StoredRange, ...]
 
@@ -147,9 +151,14 @@ NO_NEEDS: Final = StorageNeeds(step_seconds=0.0, device_bytes=0, rounding_bytes=
 """Needs of a plan whose time and memory are not known, or do not matter."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, for properties that are computed once
 class StoragePlan:
-    """Where the tensors of every layer call are stored, and the expected time and memory."""
+    """Where the tensors of every layer call are stored, and the expected time and memory.
+
+    Every way to train is such a plan. Plain training keeps all tensors of all tokens. MEMO's alpha (section 4.1) swaps
+    all tensors of the first tokens, and the inputs and attention outputs of the others. Layers that cannot be cut are
+    of two classes, swapped and recomputed. A profiled step recomputes all tokens.
+    """
 
     tokens: int
     """Tokens of a layer call."""
@@ -160,17 +169,20 @@ class StoragePlan:
     calls: tuple[CallPlan, ...]
     """Plan of each class of layer calls."""
 
-    needs: StorageNeeds
-    bound_seconds: float
+    slice_tokens: int | None = None
+    """Maximum number of tokens that run through a layer at once; None for no limit."""
+
+    needs: StorageNeeds = NO_NEEDS
+    bound_seconds: float = 0.0
     """Lower bound of the step time, reached with arbitrary fractions of the tokens."""
 
-    alpha_seconds: float | None
+    alpha_seconds: float | None = None
     """Step time of the best single alpha, as in MEMO; None if no alpha fits."""
 
-    prices: tuple[Price, ...]
+    prices: tuple[Price, ...] = ()
 
     def __post_init__(self) -> None:
-        check_range(self, {"tokens": 1})
+        check_range(self, {"tokens": 1, "slice_tokens": 1})
         if not self.call_classes or not set(self.call_classes) <= set(range(len(self.calls))):
             raise ValueError(
                 f"call_classes must have a class for each layer call, of the {len(self.calls)} that calls describes"
@@ -184,6 +196,10 @@ class StoragePlan:
         """The plan without measured and expected numbers, to compare what is executed."""
         return replace(self, needs=NO_NEEDS, bound_seconds=0.0, alpha_seconds=None, prices=())
 
+    def call(self, number: int) -> CallPlan:
+        """Plan of a layer call, given its position among the layer calls that are alive."""
+        return self.calls[self.call_classes[number % len(self.call_classes)]]
+
     def share(self, kind: str, *places: Place) -> float:
         """Fraction of the tokens for which a kind of tensor is stored, over all layer calls.
 
@@ -193,3 +209,35 @@ class StoragePlan:
         """
         stored = sum(self.calls[number].tokens(kind, *places) for number in self.call_classes)
         return stored / (self.tokens * len(self.call_classes))
+
+    @cached_property
+    def keeps_all(self) -> bool:
+        """Whether all tensors stay on the device, as in plain training."""
+        return all(call.tokens(ALL, "keep") == self.tokens for call in self.calls)
+
+    @cached_property
+    def stores_attention(self) -> bool:
+        """Whether attention outputs of all tokens are stored."""
+        return all(call.tokens(ATTENTION) == self.tokens for call in self.calls)
+
+    @cached_property
+    def has_one_alpha(self) -> bool:
+        """Whether it swaps inputs, attention outputs and all tensors of the first tokens, and nothing else."""
+        return all(
+            call.tokens(INPUT, "swap", "spill") == call.tokens(ATTENTION, "swap", "spill") == self.tokens
+            and all(r.place != "keep" and (r.kind != ALL or r.start == 0) for r in call.ranges)
+            and {r.kind for r in call.ranges} <= _ALPHA_KINDS
+            for call in self.calls
+        )
+
+    def recomputed_bytes(self, other_bytes: Sequence[int]) -> int:
+        """Largest number of bytes that the backward of a slice computes again.
+
+        Args:
+            other_bytes: For each layer call, bytes of all tensors of the kind "all".
+        """
+        most = 0
+        for number, size in enumerate(other_bytes):
+            again = self.tokens - self.call(number).tokens(ALL)
+            most = max(most, -(-size * min(again, self.slice_tokens or again) // self.tokens))
+        return most

@@ -158,9 +158,7 @@ def plan_metrics(plan: Plan | None) -> dict[str, float]:
     if plan is None:
         return {}
     swap, costs = plan.swap, plan.costs
-    again = (
-        0 if swap.mode == "plain" else sum(costs.other_bytes) - sum(round(swap.alpha * b) for b in costs.other_bytes)
-    )
+    again = sum(round(swap.recomputed * size) for size in costs.other_bytes)
     return {
         "memo/alpha": swap.alpha,
         "memo/swapped_bytes": float(swap.host_bytes + swap.spill_bytes),
@@ -178,7 +176,7 @@ def memory_peaks(device: torch.device) -> dict[str, float]:
 
 
 def _recomputed_share(plan: Plan | None) -> float:
-    return 0.0 if plan is None or plan.swap.mode == "plain" else 1.0 - plan.swap.alpha
+    return 0.0 if plan is None else plan.swap.recomputed
 
 
 def _size_of(batch: Any) -> tuple[int, int]:

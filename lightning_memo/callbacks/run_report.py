@@ -113,7 +113,7 @@ class WriteReport(Callback):
                 facts[f"last {name}"] = f"{points[-1][1]:.4f}"
         plan = getattr(trainer.strategy, "plan", None)
         if plan is not None:
-            facts["alpha"] = "plain" if plan.swap.mode == "plain" else f"{plan.swap.alpha:.4g}"
+            facts["alpha"] = "plain" if plan.swap.plain else f"{plan.swap.alpha:.4g}"
             if plan.swap.precision != "exact":
                 facts["swap precision"] = plan.swap.precision
         for name, size_bytes in memory_peaks(device).items():
@@ -143,7 +143,7 @@ def _absent(trainer: pl.Trainer) -> dict[str, Path | str]:
     if getattr(trainer.strategy, "engine", None) is None:
         return {}
     plan, memory = getattr(trainer.strategy, "plan", None), getattr(trainer.strategy, "memory", None)
-    plain = plan is not None and plan.swap.mode == "plain"
+    plain = plan is not None and plan.swap.plain
     planned = "training ended before memory was planned, or planning failed"
     return {
         _MAP: "plan_memory is off" if memory is None else planned,

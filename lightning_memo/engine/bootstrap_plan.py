@@ -8,15 +8,16 @@ from typing import Protocol
 
 from torch import nn
 
-from lightning_memo.artifacts.storage_plan import NO_NEEDS, CallPlan, StoragePlan, StoredRange
-from lightning_memo.artifacts.swap_plan import HostBacked, StreamedBytes, SwapPlan
-from lightning_memo.artifacts.tensor_kind_costs import ATTENTION, INPUT
+from lightning_memo.artifacts.storage_plan import CallPlan, StoragePlan
+from lightning_memo.artifacts.swap_plan import HostBacked, PlanMemory, SwapPlan
+from lightning_memo.artifacts.tensor_kind_costs import INPUT
 from lightning_memo.engine.attention.attention_selector import AttentionSelector
+from lightning_memo.engine.layers.token_sharing import SequenceCutter
 from lightning_memo.engine.modules.layer_classes import LayerClasses
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
-from lightning_memo.planner.host_backed_sizes import host_backed_sizes
-from lightning_memo.planner.token_slices import SavedBytes, TokenRange, slot_bytes
+from lightning_memo.planner.host_backed_sizes import StreamedBytes, host_backed_sizes
+from lightning_memo.planner.token_slices import SavedBytes, TokenRange, memory_of_plan, plan_of_alpha, slot_bytes
 
 
 class ProfiledLayers(Protocol):
@@ -27,6 +28,7 @@ class ProfiledLayers(Protocol):
         settings: The settings that were requested.
         layer_classes: The traits of the layers that have been probed.
         attention: Selects attention kernels.
+        cutter: Cuts sequences into slices.
         parked: Arguments of the first slice that wait on the host.
     """
 
@@ -34,6 +36,7 @@ class ProfiledLayers(Protocol):
     settings: RequestedSettings
     layer_classes: LayerClasses
     attention: AttentionSelector
+    cutter: SequenceCutter
     parked: list[SavedBytes]
 
 
@@ -70,41 +73,36 @@ def bootstrap_plan(
         most_host_bytes: Host memory that the step may use. If layers may run by kinds of tensors, attention outputs
             that find no room there are not stored, but computed again.
     """
-    saved = (SavedBytes("input", input_bytes), *traits.saved)
-    plan = SwapPlan(
-        mode="memo", alpha=0.0, schedule="layer", calls=len(engine.layers),
-        slice_tokens=engine.settings.profiled_slice_tokens(traits),
-        slot_bytes=slot_bytes(saved, traits.tokens, slices, "layer"), precision=engine.settings.swap_precision,
-    )  # fmt: skip
-    if host_backed == "none":
-        by_kind = engine.settings.storage != "alpha" and not (traits.why_whole or traits.why_nest)
-        return _without_attention(plan, saved, traits.tokens, slices, most_host_bytes) if by_kind else plan
-    sizes = host_backed_bytes(engine, [(saved, traits.tokens)] * len(engine.layers), slices, host_backed)
-    return replace(
-        plan, schedule=engine.layer_classes.schedule,
-        host_backed=host_backed, slot_bytes=sizes.slot, streamed_host_bytes=sizes.host,
-        gradient_host_bytes=sizes.gradients, state_host_bytes=sizes.states, staging_bytes=sizes.staging,
-    )  # fmt: skip
+    saved = [SavedBytes("input", input_bytes), *traits.saved]
+    calls, multiple = [(saved, traits.tokens)] * len(engine.layers), engine.cutter.multiple
+    longest = engine.settings.profiled_slice_tokens(traits)
+    storage = plan_of_alpha(slices[-1].stop, 0.0, len(calls), slice_tokens=longest, multiple=multiple)
+    swap = SwapPlan(storage=storage, memory=PlanMemory(), schedule="layer", precision=engine.settings.swap_precision)
+    if host_backed != "none":
+        memory = host_backed_bytes(engine, calls, slices, host_backed).memory
+        return replace(swap, memory=memory, schedule=engine.layer_classes.schedule, host_backed=host_backed)
+    if engine.settings.storage != "alpha" and not (traits.why_whole or traits.why_nest):
+        storage = _without_attention(swap, saved, traits.tokens, slices, most_host_bytes)
+    return replace(swap, storage=storage, memory=memory_of_plan(storage, calls, swap.swapped_calls, multiple=multiple))
 
 
 def _without_attention(
-    plan: SwapPlan,
+    swap: SwapPlan,
     saved: Sequence[SavedBytes],
     probed_tokens: int,
     slices: Sequence[TokenRange],
     most_host_bytes: float,
-) -> SwapPlan:
+) -> StoragePlan:
     """Let as many layer calls as necessary, but the two that never leave the device, not store their attention."""
+    slot = slot_bytes(saved, probed_tokens, slices, "layer")
     inputs = slot_bytes([item for item in saved if item.kind == "input"], probed_tokens, slices, "layer")
-    leaving, attention = plan.swapped_calls, plan.slot_bytes - inputs
-    if plan.host_bytes <= most_host_bytes or not attention:
+    leaving, attention, plan = swap.swapped_calls, slot - inputs, swap.storage
+    if leaving * slot <= most_host_bytes or not attention:
         return plan
     storing = max(int(most_host_bytes) - leaving * inputs, 0) // attention
-    tokens = slices[-1].stop
-    ranges = tuple(StoredRange(kind=kind, place="swap", start=0, stop=tokens) for kind in (INPUT, ATTENTION))
-    storage = StoragePlan(
-        tokens=tokens, call_classes=tuple(int(storing <= call < leaving) for call in range(plan.calls)),
-        calls=(CallPlan(ranges=ranges), CallPlan(ranges=ranges[:1])), needs=NO_NEEDS, bound_seconds=0.0,
-        alpha_seconds=None, prices=(),
-    )  # fmt: skip
-    return replace(plan, storage=storage, stored_host_bytes=leaving * inputs + storing * attention)
+    (call,) = plan.calls
+    return replace(
+        plan,
+        call_classes=tuple(int(storing <= number < leaving) for number in range(swap.calls)),
+        calls=(call, CallPlan(ranges=tuple(r for r in call.ranges if r.kind == INPUT))),
+    )

@@ -174,7 +174,7 @@ class Engine:
         if why := self.why_not(swap):
             raise ValueError(f"the plan cannot run here: {why}")
         self.unload()
-        if swap.mode == "memo":
+        if not swap.plain:
             self.memory = allocate_slots(swap, self.device, self.settings, self.recorder)
             self._reader = open_reader(self.memory, swap)
         self.attention.use(swap.attention)
@@ -225,8 +225,8 @@ class Engine:
         """
         if self.profiles(batch, tokens):
             longest = self.settings.slice_tokens if self.settings.may_stream else None
-            return tuple(part.stop for part in self.cutter.cut(tokens, 0.0, longest)) if longest else ()
-        if self.swap is None or self.swap.mode == "plain":
+            return tuple(part.stop for part in self.cutter.recomputed(tokens, longest)) if longest else ()
+        if self.swap is None or self.swap.plain:
             return ()
         traits = next((traits for traits in self.layer_classes if traits.why_whole), self.layer_classes.agreed)
         return tuple(part.stop for part in self.slices_for(traits, tokens))
@@ -246,7 +246,7 @@ class Engine:
             self.before_layer()
         if args and isinstance(args[0], Tensor) and args[0].dim() < 2 and not self.settings.divided:
             return forward(*args, **kwargs)  # a vector: there are no tokens to cut or to count
-        plain = self.swap is not None and self.swap.mode == "plain" and args and isinstance(args[0], Tensor)
+        plain = self.swap is not None and self.swap.plain and args and isinstance(args[0], Tensor)
         if plain and not (self.settings.divided or self.settings.states_on_host or self.profiles(*args[0].shape[:2])):
             return forward(*args, **kwargs)  # short steps feel every microsecond
         return run(layer, forward, *args, **kwargs)
@@ -269,7 +269,7 @@ class Engine:
         if key == 0 and self.profiles(call.batch, (self.sequence or call).tokens):
             self._start_profile(call, x)
         assert self.swap is not None
-        if self.swap.mode == "plain":
+        if self.swap.plain:
             return self._run_plainly(layer, forward, args, kwargs)
         if saves_on_cpu():
             self._warn(
@@ -342,12 +342,12 @@ class Engine:
         if (traits := self.sharing.agreed(traits, x.device)) is not own:
             slices = self.slices_for(traits, tokens, key)
         self.settings.check(traits, tokens, divided_by_slices(call.layout))
-        if swap.storage is not None and self._runs_whole(swap, traits):
+        if self._runs_whole(swap, traits) and not swap.storage.has_one_alpha:
             self.limits.exceed()  # slots and rounding buffers were planned for slices
         self.mark(key, "forward_begin", Subject(key))
         check_bounds(call.layout, slices)
         leaves, fp8 = swap.streamed or key < swap.swapped_calls, swap.precision == "fp8" and not traits.why_whole
-        policy = StoragePolicy(self.memory, leaves, swap.streamed, swap.slot_size(key), swap.host_backed == "all", fp8)
+        policy = StoragePolicy(self.memory, leaves, swap.streamed, swap.disk_bytes(key), swap.host_backed == "all", fp8)
         run = run_of_call(self, call, x, CallPosition(key, key), slices, policy, traits)
         self.limits.begin_call(key, call.batch * call.tokens)
         if self.profile is not None:
@@ -366,7 +366,7 @@ class Engine:
             traits = self.sharing.agreed(self.layer_classes.of(call, x), x.device)
         sliced = self.cutter.outside or self.sequence is not None
         backing = self.settings.backing(traits, call.tokens, sliced)
-        slices = self.cutter.cut(call.tokens, 0.0, self.settings.profiled_slice_tokens(traits))
+        slices = self.cutter.recomputed(call.tokens, self.settings.profiled_slice_tokens(traits))
         if self.sequence is not None:
             slices = self.sequence.slices
             # Layers of different classes may get different arguments: how many classes there are is not known yet.

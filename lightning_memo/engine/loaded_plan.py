@@ -7,14 +7,14 @@ import math
 import torch
 
 from lightning_memo.artifacts.swap_plan import SwapPlan
+from lightning_memo.artifacts.tensor_kind_costs import INPUT
 from lightning_memo.engine.layers.token_sharing import SequenceCutter
 from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.memory.spill import Spill
 from lightning_memo.engine.modules.requested_settings import RequestedSettings
 from lightning_memo.engine.timeline_recorder import TimelineRecorder
-from lightning_memo.planner.storage_plan_slices import stored_slices, why_not_stored
-from lightning_memo.planner.token_slices import RECOMPUTED, SWAPPED, TokenRange
+from lightning_memo.planner.token_slices import RECOMPUTED, TokenRange, why_not_stored
 from lightning_memo.utils.units import format_bytes
 
 
@@ -40,24 +40,21 @@ def allocate_slots(
     spill = None
     if settings.spill_path is not None and swap.spill_bytes:
         spill = Spill(settings.spill_path, swap.spill_bytes, swap.spill_layout, device, settings.test_mode, recorder)
-    host_bytes = swap.host_bytes
+    memory, host_bytes = swap.memory, swap.host_bytes
     if most_host_bytes < host_bytes:
-        others = swap.gradient_host_bytes + swap.state_host_bytes + swap.spill_layout.bounce_bytes
-        # Where kinds are stored, and attention outputs found no room, layer inputs are all that is.
-        size = swap.slot_bytes if swap.storage is None else swap.stored_host_bytes // max(swap.swapped_calls, 1)
-        host_bytes = others + max(int(most_host_bytes) - others, 0) // max(size, 1) * size
+        others = memory.gradients + memory.states + swap.spill_layout.bounce_bytes
+        size = max((memory.host - memory.gradients - memory.states) // max(swap.swapped_calls, 1), 1)
+        host_bytes = others + max(int(most_host_bytes) - others, 0) // size * size
     return SlotMemory(
-        swap.slot_bytes, host_bytes, device, settings.test_mode,
-        whole_slots=not swap.streamed and swap.storage is None, gradient_bytes=swap.gradient_host_bytes,
-        state_bytes=swap.state_host_bytes, spill=spill, recorder=recorder,
-        device_bytes=swap.host_bytes - host_bytes,
+        memory.slot, host_bytes, device, settings.test_mode, gradient_bytes=memory.gradients,
+        state_bytes=memory.states, spill=spill, recorder=recorder, device_bytes=swap.host_bytes - host_bytes,
     )  # fmt: skip
 
 
 def open_reader(memory: SlotMemory, swap: SwapPlan) -> BlockReader:
     """Allocate the buffers through which blocks of keys and values come back from the host."""
     # One block is computed with while another arrives; gradients are also on their way back.
-    return memory.reader(3 if swap.host_backed == "all" else 2, swap.staging_bytes)
+    return memory.reader(3 if swap.host_backed == "all" else 2, swap.memory.staging)
 
 
 def why_made_for_others(swap: SwapPlan, settings: RequestedSettings, sliced_outside: bool | None) -> str:
@@ -70,13 +67,11 @@ def why_made_for_others(swap: SwapPlan, settings: RequestedSettings, sliced_outs
     """
     if "slice" in (swap.schedule, settings.schedule) and swap.schedule != settings.schedule:
         return f'it was made for schedule="{swap.schedule}"'
-    made_for = "alpha" if swap.storage is None else "kinds"
-    if swap.mode == "memo" and settings.storage not in ("auto", made_for):
-        return f'it was made for storage="{made_for}"'
-    if swap.mode == "memo" and swap.precision != settings.swap_precision:
+    if settings.storage == "alpha" and not (swap.plain or swap.storage.has_one_alpha):
+        return 'it was made for storage="kinds"'
+    if not swap.plain and swap.precision != settings.swap_precision:
         return f'it was made for swap_precision="{swap.precision}"'
-    nested = "nest" in (swap.schedule, settings.schedule)
-    if swap.storage is not None and (why := why_not_stored(swap.storage, nested)):
+    if why := why_not_stored(swap.storage, "nest" in (swap.schedule, settings.schedule)):
         return why
     if sliced_outside is not None and swap.streamed != sliced_outside:
         return f'it was made for host_backed="{swap.host_backed}"'
@@ -86,15 +81,14 @@ def why_made_for_others(swap: SwapPlan, settings: RequestedSettings, sliced_outs
 
 
 def runs_whole(swap: SwapPlan, why_whole: str, why_nest: str) -> bool:
-    """Return whether a layer runs as one slice, by the plan or although the plan cuts its input.
+    """Return whether a layer runs as one slice although a plan may cut its input.
 
     Args:
         swap: The plan.
         why_whole: Why the layer has to run as one slice; empty if it can be cut.
         why_nest: Why its attention cannot run slice after slice; empty if it can.
     """
-    stores_attention = swap.storage is None or swap.schedule == "nest"
-    return swap.whole_layers or bool(why_whole) or (bool(why_nest) and not stores_attention)
+    return bool(why_whole) or (bool(why_nest) and not swap.storage.stores_attention and swap.schedule != "nest")
 
 
 def planned_slices(
@@ -104,19 +98,17 @@ def planned_slices(
 
     Args:
         swap: The plan.
-        cutter: Cuts a sequence at an alpha.
+        cutter: Cuts sequences into the slices of a plan.
         key: Number of the call among those that are alive.
         tokens: Number of tokens in its input.
-        whole: Whether the call runs as one slice, which is swapped or recomputed.
+        whole: Whether the call runs as one slice, which is recomputed unless all slices have the same places.
     """
-    if swap.storage is not None and not whole:
-        return stored_slices(swap.storage, key, tokens)
-    alpha = swap.alpha_of(key)
-    if whole:
-        slices: tuple[TokenRange, ...] = (TokenRange(0, tokens, SWAPPED if alpha >= 1.0 else RECOMPUTED),)
-    else:
-        slices = cutter.cut(tokens, alpha, swap.slice_tokens)
-    return tuple(part.spilled for part in slices) if swap.bytes_to_spill(key) else slices
+    slices = cutter.slices(swap.storage, tokens, key)
+    if not whole or len(slices) == 1:
+        return slices
+    places = slices[0].places if len({part.places for part in slices}) == 1 else RECOMPUTED
+    one = TokenRange(0, tokens, places)
+    return (one.spilled if slices[0].place(INPUT) == "spill" else one,)
 
 
 class PlanLimits:

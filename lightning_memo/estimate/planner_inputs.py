@@ -269,7 +269,7 @@ def recomputed_work(request: EstimateRequest, parallel: Parallelism, plan: Plan)
         plan: Plan that names kinds of tensors.
     """
     storage, costs = plan.swap.storage, plan.storage_costs
-    assert storage is not None and costs is not None
+    assert costs is not None
     flops = seconds = 0.0
     first = 0
     for run in request.runs(parallel):
@@ -298,7 +298,7 @@ def _recomputed_flops(request: EstimateRequest, stored: CallPlan, tokens: int) -
 def shares_by_place(plan: Plan) -> Storage:
     """Return what becomes of each kind of tensor, in shares of the tokens of all layer calls that have it."""
     storage, costs = plan.swap.storage, plan.storage_costs
-    assert storage is not None and costs is not None
+    assert costs is not None
     places = PLACES if plan.swap.spill_bytes else PLACES[:2]
     shares: Storage = {}
     calls = dict.fromkeys((kind for call in costs.classes for kind in call.kinds), 0)

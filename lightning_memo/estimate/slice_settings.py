@@ -8,11 +8,12 @@ from typing import Final, Literal
 
 from lightning_memo.artifacts.json_documents import check_range
 from lightning_memo.artifacts.slot_layouts import SwapPrecision
-from lightning_memo.artifacts.swap_plan import HostBacked, StreamedBytes
+from lightning_memo.artifacts.storage_plan import StoragePlan
+from lightning_memo.artifacts.swap_plan import HostBacked
 from lightning_memo.estimate.precision_bytes import FP32, ElementBytes
 from lightning_memo.estimate.saved_tensors import saved_tensors
-from lightning_memo.planner.host_backed_sizes import host_backed_sizes
-from lightning_memo.planner.token_slices import SavedBytes, slice_tokens_by_alpha
+from lightning_memo.planner.host_backed_sizes import StreamedBytes, host_backed_sizes
+from lightning_memo.planner.token_slices import SavedBytes, slices_of
 from lightning_memo.shapes.model_shape import ModelShape
 
 _ROLES: Final = {"input": "input", "query": "query", "key": "key", "value": "value"} | {
@@ -61,8 +62,7 @@ class Slices:
         shape: ModelShape,
         *,
         sizes: ElementBytes,
-        tokens: int,
-        alpha: float,
+        plan: StoragePlan,
         swap_precision: SwapPrecision = "exact",
     ) -> StreamedBytes:
         """Return the sizes of host and staging buffers, by the code that training uses.
@@ -70,8 +70,7 @@ class Slices:
         Args:
             shape: Shape of the model.
                 sizes: Sizes of elements.
-            tokens: Number of tokens of the sequence.
-            alpha: Fraction of the tokens whose activations are swapped.
+            plan: The plan.
             swap_precision: How they are swapped.
         """
         saved = list(saved_bytes(shape, sizes=sizes, tokens=self.tokens, swap_precision=swap_precision))
@@ -80,7 +79,7 @@ class Slices:
             saved += [SavedBytes("other", self.tokens * size) for size in shared[:2]]
         return host_backed_sizes(
             [(saved, self.tokens)] * shape.layers,
-            slice_tokens_by_alpha(tokens, alpha, self.tokens),
+            slices_of(plan, 0, plan.tokens),
             self.host_backed,
             gradient_bytes=self.key_value_gradient_bytes(shape),
             schedule=self.schedule,

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_memo.estimate.layer_buffers import Buffers, LayerBuffers
 from lightning_memo.estimate.precision_bytes import FP32
 from lightning_memo.estimate.slice_settings import Slices, tables_bytes
-from lightning_memo.planner.token_slices import slice_tokens_by_alpha
+from lightning_memo.planner.token_slices import plan_of_alpha, slices_of
 
 RNG_STATE_BYTES: Final = 5056
 """Size of the state of PyTorch's CPU generator. Each layer call saves one."""
@@ -226,7 +226,8 @@ class SlicedStep(HuggingFaceStep):
 
     def _around_on_host(self) -> Buffers:
         b = self.shared(self.shape.layers)
-        lengths = [part.tokens for part in slice_tokens_by_alpha(self.tokens, 0.0, self.slices.tokens)]
+        plan = plan_of_alpha(self.tokens, 0.0, slice_tokens=self.slices.tokens)
+        lengths = [part.tokens for part in slices_of(plan, 0, self.tokens)]
         # In copies: the gradient of the output of the slice before, and those of the input of two slices after.
         in_copies = max(sum(lengths[max(n - 1, 0) : n]) + sum(lengths[n + 1 : n + 3]) for n in range(len(lengths) - 1))
         b.make(in_copies * self.shape.hidden * self.sizes.stream)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from lightning_memo.artifacts.layer_costs import LayerCosts
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.artifacts.swap_plan import SwapPlan
+from lightning_memo.artifacts.swap_plan import PlanMemory, SwapPlan
 from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT
 from lightning_memo.estimate.device_bytes import (
     device_state_bytes,
@@ -22,7 +22,6 @@ from lightning_memo.estimate.planner_inputs import (
     estimated_layer_costs,
     has_known_step,
     known_step,
-    largest_slot,
     recomputed_work,
     sequences_in_flight,
     shares_by_place,
@@ -50,11 +49,12 @@ from lightning_memo.estimate.training_plan import (
     all_but_input,
     by_category,
     bytes_of_plan,
-    streamed_bytes,
+    memory_at,
     training_plan,
 )
 from lightning_memo.planner import HostMemoryError
 from lightning_memo.planner.step_time import step_seconds
+from lightning_memo.planner.token_slices import plan_of_alpha
 from lightning_memo.utils.units import format_bytes
 
 _KINDS = {INPUT: "layer inputs", ATTENTION: "attention outputs", ALL: "all other tensors"}
@@ -244,10 +244,10 @@ def estimate_swapping(request: EstimateRequest, parallel: Parallelism) -> Layers
 
 def _swapped(request: EstimateRequest, parallel: Parallelism, plan: Plan) -> LayersEstimate:
     costs, swap = plan.costs, plan.swap
-    share = 0.0 if swap.mode == "plain" else 1.0 - swap.alpha
+    share = swap.recomputed
     recomputed = share * request.shape.recomputed_flops(request.seq_len)
     seconds = share * sum(costs.recompute_seconds)
-    if swap.storage is not None:
+    if plan.storage_costs is not None:
         recomputed, seconds = recomputed_work(request, parallel, plan)
     return LayersEstimate(
         status="ok",
@@ -256,7 +256,7 @@ def _swapped(request: EstimateRequest, parallel: Parallelism, plan: Plan) -> Lay
         recomputed=share,
         recomputed_flops=recomputed,
         recompute_seconds=seconds,
-        storage=None if swap.storage is None else shares_by_place(plan),
+        storage=None if plan.storage_costs is None else shares_by_place(plan),
         device_bytes=bytes_of_plan(request, parallel, plan),
         host_bytes=swap.host_bytes,
         disk_bytes=swap.spill_bytes,
@@ -269,12 +269,12 @@ def _too_much_for_host(
 ) -> LayersEstimate:
     """Memory that would be needed on the device and the host without the host limit."""
     alpha = request.alpha if request.alpha is not None else float(request.method == "full_swap")
-    buffers, working = 2 * largest_slot(costs, alpha), costs.working_bytes(1.0 - alpha)
-    host_bytes = sum(costs.swapped_bytes(call, alpha) for call in range(costs.calls - 2))
+    memory, working = memory_at(request, costs, alpha), costs.working_bytes(1.0 - alpha)
+    buffers, host_bytes = 2 * memory.slot + memory.staging, memory.host
     if request.sliced is not None:
-        sizes = streamed_bytes(request, alpha)
-        buffers, host_bytes = 2 * sizes.slot + sizes.staging, sizes.host
         working = costs.working_bytes(min(request.sliced.tokens / request.seq_len, 1.0 - alpha))
+    else:
+        host_bytes = sum(costs.swapped_bytes(call, alpha) for call in range(costs.calls - 2))
     return LayersEstimate(
         status="oohm",
         alpha=alpha,
@@ -362,7 +362,8 @@ def _seconds(request: EstimateRequest, parallel: Parallelism, costs: LayerCosts)
         other_bytes=nothing,
         recompute_seconds=_recompute_seconds(request, parallel) if recomputes else (0.0,) * costs.calls,
     )
-    alone = SwapPlan(mode="memo", alpha=0.0, schedule="layer", slice_tokens=None, calls=costs.calls, slot_bytes=0)
+    recomputed = plan_of_alpha(costs.tokens, 0.0, costs.calls)
+    alone = SwapPlan(storage=recomputed, memory=PlanMemory(), schedule="layer")
     return step_seconds(computing, alone)
 
 

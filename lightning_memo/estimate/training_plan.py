@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
-from lightning_memo.artifacts.storage_plan import StorageBudget
-from lightning_memo.artifacts.swap_plan import StreamedBytes
+from lightning_memo.artifacts.storage_plan import StorageBudget, StoragePlan
+from lightning_memo.artifacts.swap_plan import PlanMemory
 from lightning_memo.artifacts.tensor_kind_costs import ALL
 from lightning_memo.config import MemoConfig
 from lightning_memo.estimate.device_bytes import gathered_bytes, logits_bytes
@@ -30,10 +31,18 @@ from lightning_memo.estimate.saved_tensors import saved_tensors
 from lightning_memo.estimate.step_buffers import PlannedCall, PlannedSlice, PlannedStep
 from lightning_memo.planner import plan_swap
 from lightning_memo.planner.choose_plan import choose_plan, plain_plan, usable_device_bytes, with_spare_device
+from lightning_memo.planner.host_backed_sizes import StreamedBytes
 from lightning_memo.planner.plan_storage_kinds import plan_kinds, plan_of_one_micro_batch
-from lightning_memo.planner.storage_plan_slices import stored_bytes_of_calls, stored_slices
 from lightning_memo.planner.storage_planner import StorageError
-from lightning_memo.planner.token_slices import SavedBytes, TokenRange, slice_tokens_by_alpha, tile_of
+from lightning_memo.planner.token_slices import (
+    SavedBytes,
+    TokenRange,
+    memory_of_plan,
+    memory_of_slots,
+    plan_of_alpha,
+    slices_of,
+    tile_of,
+)
 
 # The layer saves queries and keys behind their rotary positions.
 _ROTATED: Final = ("query", "key")
@@ -64,8 +73,8 @@ def training_plan(request: EstimateRequest, parallel: Parallelism, costs: LayerC
 
 def measured_budget(request: EstimateRequest, costs: LayerCosts, room: Budget) -> Budget:
     """Return the budget of a plan that is made after a first step, whose rounding buffers are then still allocated."""
-    sizes = None if request.sliced is None else streamed_bytes(request, 0.0)
-    buffers = 2 * largest_slot(costs, 0.0) if sizes is None else 2 * sizes.slot + sizes.staging
+    memory = memory_at(request, costs, 0.0)
+    buffers = 2 * memory.slot + memory.staging
     fixed = costs.fixed_device_bytes
     return replace(room, device_bytes=usable_device_bytes(fixed, max(room.device_bytes - fixed - buffers, 0)))
 
@@ -93,12 +102,12 @@ def alpha_plan(
         alpha=alpha,
         schedule="layer" if slices is None else slices.schedule,
         slice_tokens=None if slices is None else slices.tokens,
-        slot_bytes=lambda fraction: largest_slot(costs, fraction),
+        memory_of=lambda plan: memory_of_slots(plan, partial(largest_slot, costs), costs.swapped_calls),
         # A pipeline cannot keep the activations of all its sequences. With slices, the planner in training does not
         # know the memory of a step without slices.
         may_be_plain=parallel.pp == 1 and slices is None,
         host_backed="none" if slices is None else slices.host_backed,
-        streamed_bytes=None if slices is None else lambda fraction: streamed_bytes(request, fraction),
+        streamed_bytes=None if slices is None else partial(streamed_bytes, request),
     )
 
 
@@ -132,6 +141,7 @@ def _plan_by_kind(request: EstimateRequest, parallel: Parallelism, costs: LayerC
         count = sequences_in_flight(request, parallel)
         storage_costs, tensors = storage_costs.of_micro_batches(count), tensors * count
         room = replace(room, host_bytes=room.host_bytes * count)
+    calls = [(saved, costs.tokens) for saved in tensors]
     try:
         plan = plan_kinds(
             costs,
@@ -139,7 +149,7 @@ def _plan_by_kind(request: EstimateRequest, parallel: Parallelism, costs: LayerC
             StorageBudget.of(room, costs),
             label,
             tile_tokens=tile_of(costs.tokens),
-            stored_bytes=lambda plan: stored_bytes_of_calls(plan, tensors, costs.tokens, storage_costs.leaving_calls),
+            memory_of=lambda plan: memory_of_plan(plan, calls, storage_costs.leaving_calls),
             common_bounds=() if parallel.tp > 1 or parallel.cp > 1 else None,
             nested=parallel.cp > 1,
         )
@@ -160,14 +170,22 @@ def _fingerprint(request: EstimateRequest, parallel: Parallelism, costs: LayerCo
     )
 
 
-def streamed_bytes(request: EstimateRequest, alpha: float) -> StreamedBytes:
-    """Return the memory of slices that swap one by one."""
+def memory_at(request: EstimateRequest, costs: LayerCosts, alpha: float) -> PlanMemory:
+    """Return the memory of a plan with one alpha."""
+    slices = request.sliced
+    plan = plan_of_alpha(costs.tokens, alpha, costs.calls, slice_tokens=None if slices is None else slices.tokens)
+    if slices is not None:
+        return streamed_bytes(request, plan).memory
+    return memory_of_slots(plan, partial(largest_slot, costs), costs.swapped_calls)
+
+
+def streamed_bytes(request: EstimateRequest, plan: StoragePlan) -> StreamedBytes:
+    """Return the memory of a plan whose slices swap one by one."""
     assert request.sliced is not None
     return request.sliced.streamed_bytes(
         request.shape,
         sizes=request.element_bytes,
-        tokens=request.seq_len,
-        alpha=alpha,
+        plan=plan,
         swap_precision=request.swap_precision,
     )
 
@@ -184,16 +202,16 @@ def bytes_of_plan(request: EstimateRequest, parallel: Parallelism, plan: Plan) -
         plan: Plan of a training with this package, or of MEMO's.
     """
     swap = plan.swap
-    kept = plan.costs.skeletal_bytes if swap.mode == "plain" else swap.kept_bytes
+    kept = swap.memory.kept
     working = plan.working_set_bytes - swap.buffer_bytes - kept
     if has_known_step(request) and request.sliced is None:
-        if swap.mode == "plain" and request.element_bytes.stream != FP32:
+        if swap.plain and request.element_bytes.stream != FP32:
             kept -= sum(plan.costs.input_bytes)  # the layer's norm saves a copy in fp32 instead
         step = PlannedStep(
             step=known_step(request, parallel),
             calls=_planned_calls(request, parallel, plan, kept),
             buffer_bytes=swap.buffer_bytes,
-            plain=swap.mode == "plain",
+            plain=swap.plain,
         )
         working = step.peak_bytes - swap.buffer_bytes - kept + _restored_bytes(request, parallel, plan)
     return by_category(request, parallel, swap.buffer_bytes, kept, working, plan.costs.transient_device_bytes)
@@ -201,7 +219,7 @@ def bytes_of_plan(request: EstimateRequest, parallel: Parallelism, plan: Plan) -
 
 def _restored_bytes(request: EstimateRequest, parallel: Parallelism, plan: Plan) -> int:
     """Bytes of compressed tensors that the backward of a slice restores at once."""
-    if request.swap_precision == "exact" or plan.swap.mode == "plain":
+    if request.swap_precision == "exact" or plan.swap.plain:
         return 0
     slices = itertools.chain.from_iterable(_slices(plan, call) for call in range(plan.swap.calls))
     swapped = (part.tokens for part in slices if part.place(ALL) in ("swap", "spill"))
@@ -257,7 +275,7 @@ def _kept_by_call(plan: Plan) -> list[float]:
     """The share of each layer call in the bytes of activations that stay on the device."""
     costs, storage = plan.costs, plan.swap.storage
     kept = list(map(sum, zip(costs.attention_bytes, costs.other_bytes, strict=True)))
-    if storage is not None and plan.storage_costs is not None:
+    if plan.storage_costs is not None:
         classes = zip(plan.storage_costs.classes, storage.calls, strict=True)
         of_class = [
             sum(size * stored.tokens(kind, "keep") for kind, size in zip(call.kinds, call.sizes, strict=True))
@@ -270,7 +288,7 @@ def _kept_by_call(plan: Plan) -> list[float]:
 def _planned_slices(run: EstimateRequest, plan: Plan, call: int) -> Iterator[PlannedSlice]:
     """The slices of a layer call, each with what it recomputes."""
     swap, tokens = plan.swap, plan.costs.tokens
-    if swap.mode == "plain":
+    if swap.plain:
         yield PlannedSlice(tokens=tokens, kept=all_but_input(run))
         return
     for part in _slices(plan, call):
@@ -279,10 +297,7 @@ def _planned_slices(run: EstimateRequest, plan: Plan, call: int) -> Iterator[Pla
 
 
 def _slices(plan: Plan, call: int) -> tuple[TokenRange, ...]:
-    swap, tokens = plan.swap, plan.costs.tokens
-    if swap.storage is not None:
-        return stored_slices(swap.storage, call, tokens)
-    return slice_tokens_by_alpha(tokens, swap.alpha)
+    return slices_of(plan.swap.storage, call, plan.costs.tokens)
 
 
 def _recomputed(request: EstimateRequest, part: TokenRange) -> Iterator[str]:

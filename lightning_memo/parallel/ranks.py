@@ -147,7 +147,7 @@ def agree_on_plan(solve: Callable[[float | None, bool], Plan], ranks: Ranks, eve
         ValueError: A rank has no feasible plan.
     """
     plan = ranks.run_alike(lambda: solve(None, True), everyone)
-    if len(set(ranks.gather_slicing(plan.swap.mode, everyone))) > 1:
+    if len(set(ranks.gather_slicing(plan.swap.plain, everyone))) > 1:
         plan = ranks.run_alike(lambda: solve(None, False), everyone)
     smallest = min(ranks.gather_slicing(plan.swap.alpha, everyone))
     if plan.swap.alpha == smallest:

@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Final
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
-from lightning_memo.artifacts.plan import Fingerprint, Plan
-from lightning_memo.artifacts.swap_plan import Schedule, SwapPlan
+from lightning_memo.artifacts.plan import Fingerprint, Plan, step_device_bytes
+from lightning_memo.artifacts.swap_plan import PlanMemory, Schedule, SwapPlan
 from lightning_memo.planner.step_time import steady, step_seconds
+from lightning_memo.planner.token_slices import plan_of_plain_training
 from lightning_memo.utils.units import format_bytes
 
 Seconds = tuple[float, float]
@@ -43,7 +44,7 @@ def choose_plan(
     Raises:
         ValueError: There is no plan by kind, and the host is too small for a single alpha.
     """
-    if by_kind is not None and by_kind.swap.mode == "plain":
+    if by_kind is not None and by_kind.swap.plain:
         return by_kind
     try:
         of_alpha = by_alpha()
@@ -80,9 +81,7 @@ def with_spare_device(budget: Budget, costs: LayerCosts) -> Budget:
     return replace(budget, device_bytes=budget.device_bytes - room + int(_USABLE_SHARE_FOR_KEPT * room))
 
 
-def plain_plan(
-    costs: LayerCosts, budget: Budget, fingerprint: Fingerprint, schedule: Schedule, slice_tokens: int | None = None
-) -> Plan | None:
+def plain_plan(costs: LayerCosts, budget: Budget, fingerprint: Fingerprint, schedule: Schedule) -> Plan | None:
     """A plan that swaps and recomputes nothing.
 
     Args:
@@ -90,23 +89,15 @@ def plain_plan(
         budget: Only the device bytes count.
         fingerprint: Run on which the costs were measured.
         schedule: Order in which the slices of other plans would run.
-        slice_tokens: Maximum number of tokens of these slices; None for no limit.
 
     Returns:
         The plan; None if it does not fit the device.
     """
-    needed_bytes = costs.fixed_device_bytes + costs.working_bytes(0.0) + costs.skeletal_bytes
+    storage, memory = plan_of_plain_training(costs.tokens, costs.calls), PlanMemory(kept=costs.skeletal_bytes)
+    needed_bytes = costs.fixed_device_bytes + step_device_bytes(costs, storage, memory)
     if needed_bytes > budget.device_bytes:
         return None
-    swap = SwapPlan(
-        mode="plain",
-        alpha=0.0,
-        schedule=schedule,
-        slice_tokens=slice_tokens,
-        calls=costs.calls,
-        slot_bytes=0,
-        in_flight=costs.in_flight,
-    )
+    swap = SwapPlan(storage=storage, memory=memory, schedule=schedule, in_flight=costs.in_flight)
     return Plan(
         fingerprint=fingerprint,
         costs=costs,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from lightning_memo.artifacts.swap_plan import HostBacked, SliceBytes, StreamedBytes
+from lightning_memo.artifacts.swap_plan import HostBacked, PlanMemory
 from lightning_memo.planner.token_slices import SavedBytes, TokenRange, aligned, slice_slot_bytes
 
 STATES: Final = 3
@@ -15,6 +16,34 @@ final norm."""
 BLOCK_TOKENS: Final = 2048
 """Tokens whose keys and values are fetched at once: enough for one kernel call to fill a GPU, and for the copy to
 outweigh its launch."""
+
+
+@dataclass(frozen=True, slots=True)
+class SliceBytes:
+    """A slice that swaps by itself.
+
+    Attributes:
+        tokens: Number of its tokens.
+        slot: Bytes that leave the device.
+        swapped: Whether these are all of its activations. Otherwise it is recomputed.
+    """
+
+    tokens: int
+    slot: int
+    swapped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedBytes:
+    """Bytes that a plan with `host_backed` needs.
+
+    Attributes:
+        memory: The memory of the plan.
+        slices: The slices of the layer call with the largest slot, in order.
+    """
+
+    memory: PlanMemory
+    slices: tuple[SliceBytes, ...]
 
 
 def host_backed_sizes(
@@ -52,16 +81,16 @@ def host_backed_sizes(
         output = [item for item in calls[-1][0] if item.kind == "input"]
         gradients, states = gradients * len(calls), 0
         outside = sum(slice_slot_bytes([*output, *shared], calls[-1][1], slices))
-    return StreamedBytes(
+    memory = PlanMemory(
         slot=max(max(sizes) for sizes in slots.values()),
         host=sum(sum(slots[id(saved)]) for saved, _ in calls) + outside + gradients + states,
         gradients=gradients,
-        staging=buffers * aligned(block),
         states=states,
-        slices=tuple(
-            SliceBytes(tokens=part.tokens, slot=slot, swapped=not part.recomputes)
-            for part, slot in zip(slices, max(slots.values(), key=max), strict=True)
-        ),
+        staging=buffers * aligned(block),
+    )
+    largest_call = zip(slices, max(slots.values(), key=max), strict=True)
+    return StreamedBytes(
+        memory, tuple(SliceBytes(part.tokens, slot, not part.recomputes) for part, slot in largest_call)
     )
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
+from lightning_memo.artifacts.plan import step_device_bytes
 from lightning_memo.artifacts.slot_layouts import SpillLayout
-from lightning_memo.artifacts.swap_plan import StreamedBytes, is_swapped
+from lightning_memo.artifacts.storage_plan import StoragePlan
+from lightning_memo.artifacts.swap_plan import PlanMemory
+from lightning_memo.planner.host_backed_sizes import StreamedBytes
+from lightning_memo.planner.token_slices import plan_of_alpha, plan_of_whole_layers, tile_of
 from lightning_memo.utils.units import format_bytes
 
 Binding = Literal["overlap", "host", "compression", "all tokens swapped"]
@@ -68,43 +72,81 @@ def disk_keeps_up(costs: LayerCosts, slot_bytes: int, spilled_calls: int, alpha:
     return write_seconds <= forward and read_seconds <= backward
 
 
-@dataclass(frozen=True, slots=True)
 class Feasibility:
     """Memory that a plan needs as a function of alpha, compared with a budget.
 
-    Attributes:
+    Args:
         costs: Costs of the layer calls, without the outliers of a first step.
         budget: Limits of device, host and disk.
-        slot_bytes: Returns the exact host bytes of one layer call for an alpha; not called with `streamed_bytes`.
-        streamed_bytes: Returns the exact bytes for an alpha where each slice swaps into a slot of its own, which never
+        memory_of: Returns the exact memory of a plan; not called with `streamed_bytes`.
+        streamed_bytes: Returns the exact bytes of a plan where each slice swaps into a slot of its own, which never
             goes to the disk; None if whole layer calls swap.
         slice_tokens: Maximum number of tokens that run through a layer at once; None for no limit.
-        whole_layers: Whether fractions are those of the layer calls, of which `slot_bytes` knows the bytes of swapped
-            (1.0) and recomputed (0.0) ones.
+        whole_layers: Whether layers cannot be cut, so that alpha is a fraction of the layer calls.
+        multiple: Slices begin at multiples of this many tokens.
+
+    Attributes:
+        costs: See above.
+        budget: See above.
+        streamed_bytes: See above.
+        whole_layers: See above.
+        parts: Number of steps from alpha 0 to alpha 1: of layer calls, or of the tiles of tokens that slices begin at.
     """
 
-    costs: LayerCosts
-    budget: Budget
-    slot_bytes: Callable[[float], int]
-    streamed_bytes: Callable[[float], StreamedBytes] | None
-    slice_tokens: int | None = None
-    whole_layers: bool = False
+    def __init__(
+        self,
+        costs: LayerCosts,
+        budget: Budget,
+        memory_of: Callable[[StoragePlan], PlanMemory],
+        streamed_bytes: Callable[[StoragePlan], StreamedBytes] | None,
+        *,
+        slice_tokens: int | None,
+        whole_layers: bool,
+        multiple: int,
+    ) -> None:
+        self.costs, self.budget, self.streamed_bytes, self.whole_layers = costs, budget, streamed_bytes, whole_layers
+        self._memory_of, self._slice_tokens, self._multiple = memory_of, slice_tokens, multiple
+        self._unit = math.lcm(tile_of(costs.tokens), multiple)
+        self.parts = costs.calls if whole_layers else -(-costs.tokens // self._unit)
+        self._known: dict[float, tuple[StoragePlan, PlanMemory]] = {}
 
-    @property
-    def _calls(self) -> int:
-        """Number of layer calls whose activations leave the device (MEMO, section 4.2)."""
-        return self.costs.swapped_calls
+    def alpha_at(self, part: int) -> float:
+        """The fraction after a number of steps."""
+        return part / self.parts if self.whole_layers else min(part * self._unit / self.costs.tokens, 1.0)
+
+    def part_of(self, alpha: float) -> int:
+        """Number of steps to the largest fraction up to `alpha`."""
+        most = self.costs.calls if self.whole_layers else self.costs.tokens / self._unit
+        return self.parts if alpha >= 1.0 else math.floor(min(alpha + TOLERANCE, 1.0) * most)
+
+    def storage(self, alpha: float, spilled: Collection[int] = ()) -> StoragePlan:
+        """The plan for a fraction.
+
+        Args:
+            alpha: Fraction of the tokens, or of the layer calls, that is swapped.
+            spilled: Layer calls that go to the disk.
+        """
+        tokens, calls = self.costs.tokens, self.costs.calls
+        if self.whole_layers:
+            return plan_of_whole_layers(tokens, alpha, calls, spilled)
+        return plan_of_alpha(
+            tokens, alpha, calls, slice_tokens=self._slice_tokens, multiple=self._multiple, spilled=spilled
+        )
+
+    def memory(self, storage: StoragePlan) -> PlanMemory:
+        """Exact memory of a plan."""
+        return self._memory_of(storage) if self.streamed_bytes is None else self.streamed_bytes(storage).memory
+
+    def _at(self, alpha: float) -> tuple[StoragePlan, PlanMemory]:
+        """The plan for a fraction without the disk, and its memory."""
+        if alpha not in self._known:
+            storage = self.storage(alpha)
+            self._known[alpha] = storage, self.memory(storage)
+        return self._known[alpha]
 
     def host_bytes(self, alpha: float) -> int:
         """Bytes of all swapped activations."""
-        if self.streamed_bytes is not None:
-            return self.streamed_bytes(alpha).host
-        if not self._calls:
-            return 0
-        if self.mixed(alpha):
-            swapped = sum(is_swapped(call, alpha, self.costs.calls) for call in range(self._calls))
-            return swapped * self.slot_bytes(1.0) + (self._calls - swapped) * self.slot_bytes(0.0)
-        return self._calls * self.slot_bytes(alpha)
+        return self._at(alpha)[1].host
 
     def mixed(self, alpha: float) -> bool:
         """Whether some layer calls are swapped as a whole, and the others recomputed."""
@@ -112,9 +154,11 @@ class Feasibility:
 
     def spilled_calls(self, alpha: float) -> int | None:
         """Smallest number of layer calls that have to go to the disk; None if host and disk cannot hold them all."""
+        if self.host_bytes(alpha) <= self.budget.host_bytes:
+            return 0
         if self.streamed_bytes is not None or self.mixed(alpha):
-            return 0 if self.host_bytes(alpha) <= self.budget.host_bytes else None
-        return calls_to_spill(self._calls, self.slot_bytes(alpha), self.budget) if self._calls else 0
+            return None
+        return calls_to_spill(self.costs.swapped_calls, self._at(alpha)[1].slot, self.budget)
 
     def fits(self, alpha: float) -> bool:
         """Whether host and disk can hold the swapped activations."""
@@ -123,24 +167,14 @@ class Feasibility:
     def keeps_up(self, alpha: float) -> bool:
         """Whether no layer waits for the disk."""
         spilled = self.spilled_calls(alpha)
-        return not spilled or disk_keeps_up(self.costs, self.slot_bytes(alpha), spilled, alpha)
+        return not spilled or disk_keeps_up(self.costs, self._at(alpha)[1].slot, spilled, alpha)
 
     def device_bytes(self, alpha: float) -> int:
         """`Plan.device_bytes` of the plan.
 
         Grows with alpha, because buffers grow by more than recomputation shrinks, unless activations are compressed.
         """
-        if self.streamed_bytes is not None:
-            sizes = self.streamed_bytes(alpha)
-            buffers = 2 * sizes.slot + sizes.staging
-        else:
-            buffers = 2 * self.largest_slot_bytes(alpha)
-        least_alpha = 0.0 if self.mixed(alpha) else alpha
-        return self.costs.fixed_device_bytes + self.costs.working_bytes_at(least_alpha, self.slice_tokens) + buffers
-
-    def largest_slot_bytes(self, alpha: float) -> int:
-        """Host bytes of the layer call that swaps most."""
-        return self.slot_bytes(1.0 if self.mixed(alpha) else alpha)
+        return self.costs.fixed_device_bytes + step_device_bytes(self.costs, *self._at(alpha))
 
     def fits_device(self, alpha: float) -> bool:
         """Whether the device budget holds the plan."""

@@ -9,11 +9,10 @@ from typing import Final, Literal
 from lightning_memo.artifacts.layer_costs import LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
 from lightning_memo.artifacts.storage_plan import NvmeTier, Resource, StorageBudget, StoragePlan
-from lightning_memo.artifacts.swap_plan import StoredBytes, SwapPlan
+from lightning_memo.artifacts.swap_plan import PlanMemory, SwapPlan
 from lightning_memo.artifacts.tensor_kind_costs import ALL, CallCosts, StorageCosts
-from lightning_memo.planner.storage_plan_slices import with_common_bounds
 from lightning_memo.planner.storage_planner import StorageError, plan_storage
-from lightning_memo.planner.token_slices import SavedBytes
+from lightning_memo.planner.token_slices import SavedBytes, with_common_bounds
 from lightning_memo.utils.units import format_bytes, format_seconds
 
 # Alignment adds less than 1 %, for which the second attempt leaves room. The share of the bounce buffers depends on the
@@ -35,7 +34,7 @@ def plan_kinds(
     fingerprint: Fingerprint,
     *,
     tile_tokens: int,
-    stored_bytes: Callable[[StoragePlan], StoredBytes],
+    memory_of: Callable[[StoragePlan], PlanMemory],
     common_bounds: Collection[int] | None = None,
     nested: bool = False,
 ) -> Plan:
@@ -47,7 +46,7 @@ def plan_kinds(
         budget: Device, host and disk bytes of this process, and the bandwidths of the disk.
         fingerprint: Run on which the costs were measured.
         tile_tokens: Slices begin at multiples of this many tokens where possible.
-        stored_bytes: Returns the exact bytes of a plan, alignment included.
+        memory_of: Returns the exact memory of a plan, alignment included.
         common_bounds: Where slices of other processes end, if all layer calls run in the same slices as these; `None`
             if each may be cut by itself.
         nested: Whether attention runs over all slices of a layer at once, so that its outputs cannot be recomputed.
@@ -55,9 +54,8 @@ def plan_kinds(
     Raises:
         StorageError: The budget cannot hold the tensors that have to be stored.
     """
-    swap = _Problem(storage_costs, tile_tokens, stored_bytes, common_bounds, nested).best(budget)
+    swap = _Problem(storage_costs, tile_tokens, memory_of, common_bounds, nested).best(budget)
     storage = swap.storage
-    assert storage is not None
     return Plan(
         fingerprint=fingerprint,
         costs=costs,
@@ -78,7 +76,7 @@ def plan_of_one_micro_batch(plan: Plan) -> Plan:
         plan: Plan whose costs are those of one micro-batch.
     """
     swap, storage = plan.swap, plan.swap.storage
-    assert storage is not None and swap.in_flight is not None
+    assert swap.in_flight is not None
     count, calls = swap.in_flight, plan.costs.calls
     storage = replace(
         storage,
@@ -88,10 +86,8 @@ def plan_of_one_micro_batch(plan: Plan) -> Plan:
     )
     swap = replace(
         swap,
-        calls=calls,
         storage=storage,
-        stored_host_bytes=swap.stored_host_bytes // count,
-        stored_spill_bytes=swap.stored_spill_bytes[:calls],
+        memory=replace(swap.memory, host=swap.memory.host // count, spill=swap.memory.spill[:calls]),
         in_flight=None,
     )
     return replace(plan, swap=swap, step_seconds=plan.step_seconds / count, reason=_reason(storage, "a step"))
@@ -160,7 +156,7 @@ class _Problem:
 
     costs: StorageCosts
     tile_tokens: int
-    stored_bytes: Callable[[StoragePlan], StoredBytes]
+    memory_of: Callable[[StoragePlan], PlanMemory]
     common_bounds: Collection[int] | None
     nested: bool
 
@@ -203,18 +199,10 @@ class _Problem:
     def _exact(self, storage: StoragePlan) -> SwapPlan:
         if self.common_bounds is not None:
             storage = with_common_bounds(storage, self.common_bounds)
-        sizes = self.stored_bytes(storage)
         return SwapPlan(
-            mode="memo",
-            alpha=storage.share(ALL, "swap", "spill"),
-            schedule="nest" if self.nested else "layer",
-            slice_tokens=None,
-            calls=self.costs.calls,
-            slot_bytes=sizes.slot,
             storage=storage,
-            stored_host_bytes=sizes.host,
-            stored_spill_bytes=sizes.spill,
-            kept_bytes=sizes.kept,
+            memory=self.memory_of(storage),
+            schedule="nest" if self.nested else "layer",
             in_flight=self.costs.in_flight,
         )
 
@@ -225,7 +213,6 @@ class _Problem:
         disk = max(swap.spill_bytes - budget.spill_bytes, 0)
         if not (device or host or disk):
             return None
-        assert swap.storage is not None
         needs = swap.storage.needs
         nvme = limits.nvme
         if nvme and swap.spill_bytes:
@@ -243,15 +230,13 @@ class _Problem:
         )
 
     def _device_bytes(self, swap: SwapPlan) -> int:
-        assert swap.storage is not None
         always = self.costs.fixed_device_bytes + self.costs.working_bytes(
             [call.tokens(ALL) for call in swap.storage.calls]
         )
-        return always + swap.buffer_bytes + swap.kept_bytes
+        return always + swap.buffer_bytes + swap.memory.kept
 
     def _explained(self, swap: SwapPlan, budget: StorageBudget) -> SwapPlan:
         """The plan with the whole budget as limits and with its exact bytes as needs."""
-        assert swap.storage is not None
         limits: dict[Resource, int] = {
             "device memory": budget.device_bytes,
             "host memory": budget.host_bytes,
@@ -274,7 +259,6 @@ def _reduced(limit: int, needed: int, excess: int) -> int:
 
 
 def _step_seconds(swap: SwapPlan) -> float:
-    assert swap.storage is not None
     return swap.storage.needs.step_seconds
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Final
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
-from lightning_memo.artifacts.swap_plan import HostBacked, Schedule, StreamedBytes, SwapPlan
+from lightning_memo.artifacts.storage_plan import StoragePlan
+from lightning_memo.artifacts.swap_plan import HostBacked, PlanMemory, Schedule, SwapPlan
 from lightning_memo.planner.choose_plan import plain_plan
-from lightning_memo.planner.largest_alpha import TOLERANCE, AlphaSolution, Feasibility, HostMemoryError, solve_alpha
+from lightning_memo.planner.host_backed_sizes import StreamedBytes
+from lightning_memo.planner.largest_alpha import AlphaSolution, Feasibility, HostMemoryError, solve_alpha
 from lightning_memo.planner.step_time import steady, step_seconds, streamed_step_seconds
+from lightning_memo.planner.token_slices import spread
 from lightning_memo.utils.units import format_bytes
 
 _STREAMED_PARTS: Final = 16  # fractions of the largest alpha that are compared
@@ -30,11 +31,12 @@ def plan_swap(
     alpha: float | str,
     schedule: Schedule,
     slice_tokens: int | None,
-    slot_bytes: Callable[[float], int],
+    memory_of: Callable[[StoragePlan], PlanMemory],
     whole_layers: bool = False,
+    multiple: int = 1,
     may_be_plain: bool = True,
     host_backed: HostBacked = "none",
-    streamed_bytes: Callable[[float], StreamedBytes] | None = None,
+    streamed_bytes: Callable[[StoragePlan], StreamedBytes] | None = None,
 ) -> Plan:
     """Decide which activations are swapped, and compute the memory and time that this takes.
 
@@ -50,56 +52,36 @@ def plan_swap(
         alpha: "auto", or a fraction of the tokens.
         schedule: Order in which the slices run.
         slice_tokens: Maximum number of tokens that run through a layer at once; None for no limit.
-        slot_bytes: Returns the exact host bytes of one layer call for an alpha, alignment included; must not decrease
-            with alpha.
-        whole_layers: Whether layers cannot be cut, so that alpha is a fraction of the layer calls. `slot_bytes` is then
-            called with 0.0 and 1.0 only.
+        memory_of: Returns the exact memory of a plan, alignment included. Not called with `streamed_bytes`.
+        whole_layers: Whether layers cannot be cut, so that alpha is a fraction of the layer calls.
+        multiple: Slices begin at multiples of this many tokens.
         may_be_plain: Whether plain training may be chosen. It may not if it does not fit on another process.
         host_backed: Tensors that live on the host, see `lightning_memo.artifacts.swap_plan.SwapPlan`.
-        streamed_bytes: Returns the exact bytes for an alpha if `host_backed` is not "none". `slot_bytes` is not
-            called then.
+        streamed_bytes: Returns the exact bytes of a plan if `host_backed` is not "none".
 
     Raises:
         HostMemoryError: The host cannot hold the activations that have to be swapped.
     """
     if alpha == "auto" and may_be_plain:
-        plain = plain_plan(costs, budget, fingerprint, schedule, slice_tokens)
+        plain = plain_plan(costs, budget, fingerprint, schedule)
         if plain is not None:
             return plain
     warm = steady(costs)
-    feasibility = Feasibility(warm, budget, slot_bytes, streamed_bytes, slice_tokens, whole_layers)
+    feasibility = Feasibility(
+        warm, budget, memory_of, streamed_bytes,
+        slice_tokens=slice_tokens, whole_layers=whole_layers, multiple=multiple,
+    )  # fmt: skip
     chosen, reason = _choose_alpha(feasibility, alpha, schedule)
-    swap = _swap_plan(feasibility, chosen, schedule, host_backed)
+    storage = feasibility.storage(chosen, spread(feasibility.spilled_calls(chosen) or 0, warm.swapped_calls))
+    swap = SwapPlan(
+        storage=storage,
+        memory=feasibility.memory(storage),
+        schedule=schedule,
+        host_backed=host_backed,
+        in_flight=costs.in_flight,
+    )
     seconds = _seconds_at(feasibility, schedule, chosen) if streamed_bytes is not None else step_seconds(warm, swap)
     return Plan(fingerprint=fingerprint, costs=costs, budget=budget, swap=swap, step_seconds=seconds, reason=reason)
-
-
-def _swap_plan(feasibility: Feasibility, alpha: float, schedule: Schedule, host_backed: HostBacked) -> SwapPlan:
-    sizes = None if feasibility.streamed_bytes is None else feasibility.streamed_bytes(alpha)
-    mixed = feasibility.mixed(alpha)
-    swap = SwapPlan(
-        mode="memo",
-        alpha=alpha,
-        schedule=schedule,
-        slice_tokens=feasibility.slice_tokens,
-        calls=feasibility.costs.calls,
-        slot_bytes=feasibility.largest_slot_bytes(alpha) if sizes is None else 0,
-        whole_layers=mixed,
-        recomputed_slot_bytes=feasibility.slot_bytes(0.0) if mixed else 0,
-        spilled_calls=feasibility.spilled_calls(alpha) or 0,
-        in_flight=feasibility.costs.in_flight,
-    )
-    if sizes is None:
-        return swap
-    return replace(
-        swap,
-        host_backed=host_backed,
-        slot_bytes=sizes.slot,
-        streamed_host_bytes=sizes.host,
-        gradient_host_bytes=sizes.gradients,
-        state_host_bytes=sizes.states,
-        staging_bytes=sizes.staging,
-    )
 
 
 def _choose_alpha(feasibility: Feasibility, alpha: float | str, schedule: Schedule) -> tuple[float, str]:
@@ -110,7 +92,8 @@ def _choose_alpha(feasibility: Feasibility, alpha: float | str, schedule: Schedu
         if feasibility.streamed_bytes is None or most == 0.0:
             return most, best_alpha_reason(feasibility, solution, most)
         # Copies of single slices may not hide, although those of whole layers do.
-        fractions = (most * part / _STREAMED_PARTS for part in range(_STREAMED_PARTS, -1, -1))
+        part = feasibility.part_of(most)
+        fractions = (feasibility.alpha_at(part * n // _STREAMED_PARTS) for n in range(_STREAMED_PARTS, -1, -1))
         chosen = min(fractions, key=lambda fraction: _seconds_at(feasibility, schedule, fraction))
         if chosen == most:
             return most, best_alpha_reason(feasibility, solution, most)
@@ -127,7 +110,8 @@ def _choose_alpha(feasibility: Feasibility, alpha: float | str, schedule: Schedu
 def _seconds_at(feasibility: Feasibility, schedule: Schedule, alpha: float) -> float:
     """Expected seconds of a step where each slice swaps by itself."""
     assert feasibility.streamed_bytes is not None
-    return streamed_step_seconds(feasibility.costs, feasibility.streamed_bytes(alpha), schedule)
+    slices = feasibility.streamed_bytes(feasibility.storage(alpha)).slices
+    return streamed_step_seconds(feasibility.costs, slices, schedule)
 
 
 def _feasible_alpha(feasibility: Feasibility, limit: float) -> float:
@@ -139,16 +123,15 @@ def _feasible_alpha(feasibility: Feasibility, limit: float) -> float:
     Raises:
         HostMemoryError: Not even the smallest fraction fits.
     """
-    parts = feasibility.costs.calls if feasibility.whole_layers else feasibility.costs.tokens
+    parts, alpha_at = feasibility.parts, feasibility.alpha_at
 
-    def too_many(count: int) -> bool:
-        alpha = count / parts
-        return not (feasibility.fits(alpha) and (count == 0 or feasibility.keeps_up(alpha)))
+    def too_many(part: int) -> bool:
+        return not (feasibility.fits(alpha_at(part)) and (part == 0 or feasibility.keeps_up(alpha_at(part))))
 
-    def too_large(count: int) -> bool:
-        return count > 0 and not feasibility.fits_device(count / parts)
+    def too_large(part: int) -> bool:
+        return part > 0 and not feasibility.fits_device(alpha_at(part))
 
-    most = math.floor(min(limit + TOLERANCE, 1.0) * parts)
+    most = feasibility.part_of(limit)
     if most == parts:
         if not (too_many(parts) or too_large(parts)):
             return 1.0
@@ -159,7 +142,7 @@ def _feasible_alpha(feasibility: Feasibility, limit: float) -> float:
     # Compressed tensors in two buffers may take less of the device than the recomputed ones in their place.
     if too_large(most):
         most = bisect_left(range(most + 1), True, key=too_large) - 1
-    return most / parts
+    return alpha_at(most)
 
 
 def given_alpha_reason(feasibility: Feasibility, alpha: float) -> str:
@@ -186,8 +169,7 @@ def best_alpha_reason(feasibility: Feasibility, solution: AlphaSolution, alpha: 
     limit, allows = _limit_text(feasibility, solution)
     if solution.binding == "compression":
         return limit
-    parts = feasibility.costs.calls if feasibility.whole_layers else feasibility.costs.tokens
-    more = min(alpha + 1 / parts, 1.0)
+    more = feasibility.alpha_at(min(feasibility.part_of(alpha) + 1, feasibility.parts))
     budget = feasibility.budget
     if not feasibility.keeps_up(alpha):
         return f"Disk speed is the limit: even at alpha={alpha:.4g} layers wait for the disk. {allows}"
@@ -200,7 +182,7 @@ def best_alpha_reason(feasibility: Feasibility, solution: AlphaSolution, alpha: 
         return f"Host memory is the limit: fractions of whole layers do not use a disk. {allows}"
     if feasibility.whole_layers and alpha < solution.alpha:
         return f"{limit} Layers run whole, so alpha={alpha:.4g} is a fraction of the layer calls."
-    if alpha < solution.alpha - 2 / feasibility.costs.tokens:
+    if feasibility.part_of(alpha) < feasibility.part_of(solution.alpha) - 1:
         cause = "The disk's bounce buffers take host memory" if budget.spill_bytes else "Host slots are aligned"
         otherwise = "" if solution.binding == "host" else f" {allows}"
         fits = f"alpha={alpha:.4g} is the largest that fits the budget of {_host_text(budget)[0]}"

@@ -1,14 +1,18 @@
-"""Expected time of a step whose plan has a single alpha (MEMO, section 4.2)."""
+"""Expected time of a step, from the costs of its layer calls (MEMO, section 4.2)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
 from lightning_memo.artifacts.layer_costs import LayerCosts
-from lightning_memo.artifacts.swap_plan import Schedule, StreamedBytes, SwapPlan
+from lightning_memo.artifacts.storage_plan import CallPlan
+from lightning_memo.artifacts.swap_plan import Schedule, SwapPlan
+from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT
+from lightning_memo.planner.host_backed_sizes import SliceBytes
 from lightning_memo.planner.largest_alpha import disk_seconds
 
 _BUFFERS: Final = 2  # rounding buffers: one slice is computed while another one is copied
@@ -42,12 +46,12 @@ def steady(costs: LayerCosts) -> LayerCosts:
     )
 
 
-def streamed_step_seconds(costs: LayerCosts, sizes: StreamedBytes, schedule: Schedule) -> float:
+def streamed_step_seconds(costs: LayerCosts, slices: Sequence[SliceBytes], schedule: Schedule) -> float:
     """Expected seconds of a step each of whose slices swaps by itself, waits for copies included.
 
     Args:
         costs: Seconds, bytes and bandwidths of the layer calls.
-        sizes: Memory of the plan.
+        slices: The slices of a layer call.
         schedule: Order in which the slices run.
     """
     seconds, alike = costs.outside_seconds, dict[tuple[float, ...], float]()
@@ -55,7 +59,7 @@ def streamed_step_seconds(costs: LayerCosts, sizes: StreamedBytes, schedule: Sch
         zip(costs.forward_seconds, costs.backward_seconds, costs.recompute_seconds, strict=True)
     ):
         if work not in alike:
-            alike[work] = sum(layer_seconds(costs, call, sizes, schedule))
+            alike[work] = sum(layer_seconds(costs, call, slices, schedule))
         seconds += alike[work]
     return seconds
 
@@ -71,17 +75,43 @@ def step_seconds(costs: LayerCosts, swap: SwapPlan) -> float:
         swap: The plan to evaluate.
     """
     forward_seconds, backward_seconds = 0.0, 0.0
-    writing, reading = disk_seconds(costs, swap.slot_bytes) if swap.spilled_calls else (0.0, 0.0)
-    for call in range(costs.calls):
-        # The last two calls copy nothing, but recompute like the others.
-        copied_bytes = costs.swapped_bytes(call, swap.alpha) if call < swap.swapped_calls else 0
-        arriving = max(copied_bytes / costs.prefetch_bytes_per_second, reading if swap.spills(call) else 0.0)
-        forward, backward = costs.forward_seconds[call], costs.backward_seconds[call]
-        if swap.mode != "plain":
-            forward, backward = costs.forward_seconds_at(call, swap.alpha), costs.backward_seconds_at(call, swap.alpha)
+    spilled = set(swap.spilled_calls)
+    writing, reading = disk_seconds(costs, swap.memory.slot) if spilled else (0.0, 0.0)
+    shares = [_shares(call, swap.storage.tokens) for call in swap.storage.calls]
+    for call, number in enumerate(swap.storage.call_classes):
+        stored, others = shares[number], costs.moved_other_bytes[call]
+        copied_bytes = 0
+        if call < swap.swapped_calls:  # the last two calls copy nothing, but recompute like the others
+            inputs, attention = costs.input_bytes[call], costs.attention_bytes[call]
+            copied_bytes = math.ceil(stored.inputs * inputs + stored.attention * attention + stored.moved * others)
+        forward = costs.forward_seconds_at(call, stored.moved)
+        backward = costs.backward_seconds_of(call, stored.moved, stored.recomputed)
         forward_seconds += max(forward, copied_bytes / costs.offload_bytes_per_second)
+        arriving = max(copied_bytes / costs.prefetch_bytes_per_second, reading if call in spilled else 0.0)
         backward_seconds += max(backward, arriving)
-    return costs.outside_seconds + max(forward_seconds, swap.spilled_calls * writing) + backward_seconds
+    return costs.outside_seconds + max(forward_seconds, len(spilled) * writing) + backward_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """Fractions of the tokens of a layer call.
+
+    Attributes:
+        inputs: Those whose input leaves the device.
+        attention: Those whose attention output leaves the device.
+        moved: Those whose other activations leave the device.
+        recomputed: Those whose other activations are computed again.
+    """
+
+    inputs: float
+    attention: float
+    moved: float
+    recomputed: float
+
+
+def _shares(call: CallPlan, tokens: int) -> _Shares:
+    inputs, attention, moved = (call.tokens(kind, "swap", "spill") / tokens for kind in (INPUT, ATTENTION, ALL))
+    return _Shares(inputs, attention, moved, 1.0 - call.tokens(ALL) / tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +122,9 @@ class _SliceWork:
     prefetch_seconds: float
 
 
-def layer_seconds(costs: LayerCosts, call: int, sizes: StreamedBytes, schedule: Schedule) -> tuple[float, float]:
+def layer_seconds(
+    costs: LayerCosts, call: int, slices: Sequence[SliceBytes], schedule: Schedule
+) -> tuple[float, float]:
     """Seconds of the forward and of the backward of a layer call, waits for copies included.
 
     Slices use two rounding buffers in turn. In the forward, a slice waits until the buffer of the one before the last
@@ -102,23 +134,23 @@ def layer_seconds(costs: LayerCosts, call: int, sizes: StreamedBytes, schedule: 
     Args:
         costs: Seconds, bytes and bandwidths of the layer calls.
         call: Index of the layer call.
-        sizes: Memory of the plan.
+        slices: The slices of a layer call.
         schedule: With "slice", the slices before and after one are those of other layers, of the same tokens.
     """
-    work = list(_slice_work(costs, call, sizes))
+    work = list(_slice_work(costs, call, slices))
     groups = [[part] for part in work] if schedule == "slice" else [work]
     forward = sum(_seconds([(part.forward_seconds, part.offload_seconds) for part in group], True) for group in groups)
     back = [[(part.backward_seconds, part.prefetch_seconds) for part in reversed(group)] for group in groups]
     return forward, sum(_seconds(group, False) for group in back)
 
 
-def _slice_work(costs: LayerCosts, call: int, sizes: StreamedBytes) -> Iterator[_SliceWork]:
+def _slice_work(costs: LayerCosts, call: int, slices: Sequence[SliceBytes]) -> Iterator[_SliceWork]:
     forward, recompute = costs.forward_seconds[call], costs.recompute_seconds[call]
     compress = costs.forward_seconds_at(call, 1.0) - forward
     restore = costs.backward_seconds_at(call, 1.0) - costs.backward_seconds[call]
     attention = max(1.0 - recompute / forward, 0.0) if forward else 0.0  # share of a layer's time
-    tokens, start = sum(part.tokens for part in sizes.slices), 0
-    for part in sizes.slices:
+    tokens, start = sum(part.tokens for part in slices), 0
+    for part in slices:
         local, stop = part.tokens / tokens, start + part.tokens
         seen = (stop**2 - start**2) / tokens**2  # share of the pairs under a causal mask
         share = (1.0 - attention) * local + attention * seen

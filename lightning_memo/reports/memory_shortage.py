@@ -21,12 +21,10 @@ def plan_shortage(plan: Plan, can_have_more: bool) -> str:
     ways = ["shorten the sequence"]
     if plan.swap.alpha > 0:
         ways.append('set a smaller alpha or "auto"')
-    costs, swap = plan.costs, plan.swap
-    if (
-        costs.working_bytes_at(swap.least_alpha, swap.slice_tokens) == costs.transient_device_bytes
-    ):  # the peak is outside the layers
+    transients = plan.working_set_bytes - plan.swap.buffer_bytes - plan.swap.memory.kept
+    if transients == plan.costs.transient_device_bytes:  # the peak is outside the layers
         ways.append("lower loss_chunk_tokens")
-    elif swap.slice_tokens is None:
+    elif plan.swap.storage.slice_tokens is None:
         ways.append("set slice_tokens")
     if can_have_more:
         ways.append("raise device_memory")

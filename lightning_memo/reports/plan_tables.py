@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Final
@@ -11,6 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from lightning_memo.artifacts.layer_costs import LayerCosts
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.storage_plan import CallPlan, StoragePlan
 from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT, PLACES, CallCosts, Place, StorageCosts
@@ -31,7 +31,7 @@ def plan_tables(plan: Plan) -> list[Table]:
         plan: Any plan.
     """
     storage, costs = plan.swap.storage, plan.storage_costs
-    if storage is None or costs is None:
+    if costs is None:
         return [plan_table(plan)]
     return [plan_table(plan), _kinds_table(storage, costs), _resources_table(storage)]
 
@@ -83,14 +83,25 @@ def _call_bytes(plan: Plan) -> Iterator[tuple[int, int, int]]:
 
 
 def _moved_again_kept(plan: Plan, call: int) -> tuple[int, int, int]:
-    costs, swap, storage = plan.costs, plan.swap, plan.swap.storage
-    if storage is not None and plan.storage_costs is not None:
-        number = storage.call_classes[call]
-        return _stored_call_bytes(plan.storage_costs.classes[number], storage.calls[number], storage.tokens)
-    if swap.mode == "plain":
-        return costs.input_bytes[call] + costs.attention_bytes[call] + costs.other_bytes[call], 0, 0
-    alpha = swap.alpha_of(call)
-    return costs.swapped_bytes(call, alpha), costs.other_bytes[call] - math.ceil(alpha * costs.other_bytes[call]), 0
+    storage, costs = plan.swap.storage, plan.storage_costs
+    number = storage.call_classes[call]
+    of_call = _call_costs(plan.costs, call) if costs is None else costs.classes[number]
+    return _stored_call_bytes(of_call, storage.calls[number], storage.tokens)
+
+
+def _call_costs(costs: LayerCosts, call: int) -> CallCosts:
+    """The bytes of a layer call whose matrix products were not measured."""
+    return CallCosts(
+        input_bytes=costs.input_bytes[call],
+        attention_bytes=costs.attention_bytes[call],
+        other_bytes=costs.other_bytes[call],
+        products=(),
+        forward_seconds=costs.forward_seconds[call],
+        backward_seconds=costs.backward_seconds[call],
+        attention_seconds=0.0,
+        elementwise_seconds=costs.recompute_seconds[call],
+        swapped_other_bytes=None if costs.swapped_other_bytes is None else costs.swapped_other_bytes[call],
+    )
 
 
 def _stored_call_bytes(call: CallCosts, stored: CallPlan, tokens: int) -> tuple[int, int, int]:
@@ -120,19 +131,20 @@ def _cells(sizes: Iterable[int]) -> list[str]:
 
 def _summary(plan: Plan) -> list[str]:
     swap, budget = plan.swap, plan.budget
-    slices = "" if swap.slice_tokens is None else f", slices of at most {swap.slice_tokens:,} tokens"
+    longest = swap.storage.slice_tokens
+    slices = "" if longest is None else f", slices of at most {longest:,} tokens"
     backing = {
         "none": "",
         "attention": ", keys and values on the host",
         "all": ", everything but the current slice on the host",
     }
-    of_layers = " of the layers" if swap.whole_layers else ""
-    what = f"alpha={swap.alpha:.4g}{of_layers}" if swap.storage is None else "by kind of tensor"
+    of_layers = " of the layers" if len({call.tokens(ALL) for call in swap.storage.calls}) > 1 else ""
+    what = f"alpha={swap.alpha:.4g}{of_layers}" if swap.storage.has_one_alpha else "by kind of tensor"
     compressed = plan.costs.swapped_other_bytes is not None and swap.precision != "exact"
     stored = f", activations swapped in {swap.precision}" if compressed else ""
     how = f"{what}, {swap.schedule} schedule{slices}{backing[swap.host_backed]}{stored}"
     return [
-        f"mode    {'plain, nothing swapped or recomputed' if swap.mode == 'plain' else f'memo, {how}'}",
+        f"mode    {'plain, nothing swapped or recomputed' if swap.plain else f'memo, {how}'}",
         *_kernel(plan),
         f"host    needs {format_bytes(swap.host_bytes)}, budget {format_bytes(budget.host_bytes)}",
         *_disk(plan),
@@ -153,7 +165,7 @@ def _step(plan: Plan) -> str:
 
 
 def _kernel(plan: Plan) -> list[str]:
-    if plan.swap.mode == "plain":
+    if plan.swap.plain:
         return []
     parts = [f"kernel  {plan.swap.attention} attention"]
     trials = sorted(plan.attention_trials, key=lambda t: (t.seconds is None, t.seconds))
@@ -166,7 +178,7 @@ def _disk(plan: Plan) -> list[str]:
     swap, available = plan.swap, plan.budget.spill_bytes
     if not available:
         return []
-    calls = [str(call) for call in range(swap.swapped_calls) if swap.bytes_to_spill(call)]
+    calls = [str(call) for call in swap.spilled_calls]
     shown = ", ".join(calls if len(calls) <= _MOST_CALLS else [*calls[:_MOST_CALLS], "..."])
     which = f"layer calls {shown} ({len(calls)} of the {swap.swapped_calls} swapped)" if calls else "not needed"
     return [f"disk    needs {format_bytes(swap.spill_bytes)}, budget {format_bytes(available)}: {which}"]

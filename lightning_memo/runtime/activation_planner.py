@@ -19,6 +19,7 @@ from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.memory.spill_file import SpillError
 from lightning_memo.parallel.ranks import Ranks, on_first_rank
 from lightning_memo.planner.choose_plan import Seconds, choose_plan
+from lightning_memo.planner.token_slices import slices_of
 from lightning_memo.profiler.allocation_recorder import Precedence, end_abandoned
 from lightning_memo.profiler.measured_costs import (
     available_budget,
@@ -93,8 +94,9 @@ class ActivationPlanner(MetersSteps):
         if plan is None:
             return
         swap, settings = plan.swap, self._engine.settings
-        if swap.slice_tokens is not None and settings.slice_tokens is None and not settings.divided:
-            self._engine.cut(swap.slice_tokens, swap.host_backed)  # a step of the earlier run did not fit without
+        longest = swap.storage.slice_tokens
+        if longest is not None and settings.slice_tokens is None and not settings.divided:
+            self._engine.cut(longest, swap.host_backed)  # a step of the earlier run did not fit without
         self._raising_together(lambda: self._engine.load(plan.swap, plan.costs.batch * plan.costs.tokens))
         self._engine.attention.trials = plan.attention_trials
         self.plan, self._is_unproven = plan, True
@@ -146,9 +148,9 @@ class ActivationPlanner(MetersSteps):
         self._is_unproven, swap = False, self.plan.swap
         self._agree_on_layers(everyone=True)
         why = self._engine.layer_classes.why_whole
-        cuts = swap.streamed or (not swap.whole_layers and 0.0 < swap.alpha < 1.0)
+        cuts = len(slices_of(swap.storage, 0, swap.storage.tokens)) > 1
         compresses = self.plan.costs.swapped_other_bytes is not None
-        if why and (cuts or compresses) and swap.mode != "plain" and self._engine.profile is None:
+        if why and (cuts or compresses) and not swap.plain and self._engine.profile is None:
             rank_zero_warn(
                 "lightning_memo: the plan is dropped, and the next batch is profiled: it "
                 f"{'cuts layers into slices' if cuts else 'compresses activations'}, but {why}."
@@ -180,14 +182,14 @@ class ActivationPlanner(MetersSteps):
             return  # the next batch is profiled
         plan = self._raising_together(lambda: self._solve(step, first), everyone=first)
         kernels = self._engine.attention
-        precision = self._engine.settings.swap_precision if plan.swap.mode == "memo" else "exact"
+        precision = self._engine.settings.swap_precision if not plan.swap.plain else "exact"
         swap = replace(plan.swap, attention=kernels.chosen or plan.swap.attention, precision=precision)
         plan = replace(plan, swap=swap, attention_trials=kernels.trials)
         self._raising_together(lambda: self._engine.load(plan.swap, profile.batch * profile.tokens), everyone=first)
         self.plan = plan
-        if earlier is not None and earlier.swap.mode == "plain" and plan.swap.calls < earlier.swap.calls:
+        if earlier is not None and earlier.swap.plain and plan.swap.calls < earlier.swap.calls:
             self._engine.limits.exceed()  # other calls of this batch had run plainly before the profile began
-        by_kind = earlier is not None and earlier.swap.storage is not None
+        by_kind = earlier is not None and not earlier.swap.storage.has_one_alpha
         told = self._dropped or (by_kind and self._engine.layer_classes.why_whole)
         if not (first or told) and self._run.rank == 0:
             announce_replanning(plan, self._shrunk)
@@ -294,7 +296,7 @@ class ActivationPlanner(MetersSteps):
     def can_shrink(self) -> bool:
         """Whether another plan needs less device memory than the one in force. The plan of alpha 0 needs least."""
         swap = None if self.plan is None else self.plan.swap
-        return swap is not None and (swap.mode == "plain" or swap.alpha > 0.0 or swap.storage is not None)
+        return swap is not None and (swap.alpha > 0.0 or not swap.storage.has_one_alpha)
 
     def limit_device(self, most_bytes: float) -> None:
         """Let later plans use no more device memory than this."""
@@ -308,9 +310,9 @@ class ActivationPlanner(MetersSteps):
         """
         assert self.plan is not None
         swap = self.plan.swap
-        if swap.mode != "plain":
+        if not swap.plain:
             # A single swapped layer takes as much device memory as many of them.
-            fewer = swap.alpha > _LEAST_ALPHA and not swap.whole_layers
+            fewer = swap.alpha > _LEAST_ALPHA and not self._engine.layer_classes.why_whole
             self._most_alpha = swap.alpha / 2 if fewer else 0.0
         self._shrunk = True
         self._engine.unload()

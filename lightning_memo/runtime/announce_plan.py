@@ -32,7 +32,7 @@ def announce_plan(plan: Plan, config: MemoConfig, why_whole: str, why_on_device:
     Console().print(*plan_tables(plan), sep="\n")
     if plan.budget.spill_bytes and not plan.swap.spill_bytes:
         why = "the host has room for all swapped activations"
-        if plan.swap.storage is not None:
+        if not plan.swap.storage.has_one_alpha:
             why = "spilling would not make a step shorter"
         rank_zero_info(f"lightning_memo: spill_path is not needed, because {why}.")
 
@@ -52,10 +52,10 @@ def announce_whole_layers(plan: Plan, config: MemoConfig, why_whole: str) -> Non
             f"{why_whole}."
         )
     as_given = config.alpha in (0.0, 1.0) and config.slice_tokens == "auto"  # layers run whole wherever they can
-    if not why_whole or swap.mode == "plain" or as_given:
+    if not why_whole or swap.plain or as_given:
         return
-    swapped = sum(map(swap.alpha_of, range(swap.calls))) if swap.whole_layers else 0
-    some = f", and alpha={swap.alpha:.4g} swaps {swapped:.0f} of {swap.calls} layer calls" if swapped else ""
+    swapped = round(swap.alpha * swap.calls)
+    some = f", and alpha={swap.alpha:.4g} swaps {swapped} of {swap.calls} layer calls" if 0.0 < swap.alpha < 1.0 else ""
     in_vain = "" if config.slice_tokens == "auto" else f"; slice_tokens={config.slice_tokens} saves no memory"
     rank_zero_warn(f"lightning_memo: layers run as one slice{some}, because {why_whole}{in_vain}.")
 

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_memo.artifacts.layer_costs import Budget
 from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.storage_plan import CallPlan, StoragePlan
+from lightning_memo.artifacts.swap_plan import PlanMemory, SwapPlan
+from lightning_memo.artifacts.tensor_kind_costs import ALL
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.parallel.ranks import Ranks
+from lightning_memo.planner.token_slices import plan_of_alpha, plan_of_whole_layers
 from lightning_memo.profiler.measured_costs import available_budget, run_fingerprint, state_bytes
 from lightning_memo.runtime.training_run import TrainingRun
 from lightning_memo.utils.units import format_bytes
 
 _EARLIER = "When the plan was made: "
 
-# Fields of a plan that may differ between the processes that run by it.
-_OWN_SIZES = (
-    "slot_bytes", "streamed_host_bytes", "gradient_host_bytes", "state_host_bytes", "staging_bytes",
-    "stored_host_bytes", "kept_bytes", "spilled_calls",
-)  # fmt: skip
+_NOTHING = StoragePlan(tokens=1, call_classes=(0,), calls=(CallPlan(ranges=()),))
 
 
 class EarlierPlan:
@@ -72,7 +71,7 @@ class EarlierPlan:
         if why_not := next((why for why in self._ranks.gather(why_not) if why), ""):
             rank_zero_warn(f"lightning_memo: {self.source} is not used, and the first batch is profiled: {why_not}.")
             return None
-        if self._config.alpha not in ("auto", plan.swap.alpha):  # a checkpoint's plan was refused in this case
+        if not self._has_alpha(plan):  # a checkpoint's plan was refused in this case
             rank_zero_warn(
                 f"lightning_memo: alpha={self._config.alpha} is not used, because {self.source} has alpha="
                 f"{plan.swap.alpha}."
@@ -103,20 +102,12 @@ class EarlierPlan:
         Raises:
             ValueError: Two processes have different plans.
         """
-        own = None
-        if plan is not None:
-            sizes: dict[str, Any] = dict.fromkeys(_OWN_SIZES, 0)
-            own = replace(plan.swap.executed, stored_spill_bytes=(), **sizes)
-        swaps = self._ranks.gather(own)
-        for rank, swap in enumerate(swaps):
-            if swap != swaps[0]:
-                plans = [
-                    f"rank {r}: {'none' if s is None else f'alpha={s.alpha:g} {s.mode}'}"
-                    for r, s in ((0, swaps[0]), (rank, swap))
-                ]
+        found = self._ranks.gather(("none", None) if plan is None else (_name(plan.swap), _executed_alike(plan.swap)))
+        for rank, other in enumerate(found):
+            if other != found[0]:
+                plans = f"rank 0: {found[0][0]}, rank {rank}: {other[0]}"
                 raise ValueError(
-                    f"processes were given different plans ({', '.join(plans)}): give all of them the same file, or "
-                    "None"
+                    f"processes were given different plans ({plans}): give all of them the same file, or None"
                 )
 
     def _why_not(self, plan: Plan) -> str:
@@ -126,13 +117,24 @@ class EarlierPlan:
             if getattr(plan.fingerprint, name) != value:
                 return f"it was made for {name} {getattr(plan.fingerprint, name)}, and this run has {value}"
         longest = self._config.slice_tokens
-        if longest != "auto" and int(longest) != plan.swap.slice_tokens:
-            return f"it was made for slice_tokens={plan.swap.slice_tokens}, and {longest} was given"
+        planned = plan.swap.storage.slice_tokens
+        if longest != "auto" and not plan.swap.plain and int(longest) != planned:
+            return f"it was made for slice_tokens={planned}, and {longest} was given"
         if why := self._engine.why_not(plan.swap):
             return why
-        if self._config.plan is None and self._config.alpha not in ("auto", plan.swap.alpha):
+        if self._config.plan is None and not self._has_alpha(plan):
             return f"it has alpha={plan.swap.alpha}, and {self._config.alpha} was given"
         return self._missing_memory(plan)
+
+    def _has_alpha(self, plan: Plan) -> bool:
+        """Whether the plan swaps the tokens that the user's alpha does."""
+        alpha, storage = self._config.alpha, plan.swap.storage
+        if alpha == "auto":
+            return True
+        multiple, calls = self._engine.cutter.multiple, plan.swap.calls
+        cut = plan_of_alpha(storage.tokens, float(alpha), multiple=multiple)
+        whole = plan_of_whole_layers(storage.tokens, float(alpha), calls)
+        return plan.swap.alpha in (cut.share(ALL), whole.share(ALL))
 
     def _missing_memory(self, plan: Plan) -> str:
         """The memory that the plan needs and the machine does not have; empty if it has enough.
@@ -153,6 +155,19 @@ class EarlierPlan:
         if plan.swap.spill_bytes > available.spill_bytes:
             needs, has = format_bytes(plan.swap.spill_bytes), format_bytes(available.spill_bytes)
             return f"it spills {needs} to the disk, and {has} is available"
-        if plan.swap.mode == "plain" and plan.device_excess_bytes:
+        if plan.swap.plain and plan.device_excess_bytes:
             return f"plain training needs {format_bytes(plan.device_bytes)} of {format_bytes(available.device_bytes)}"
         return ""
+
+
+def _name(swap: SwapPlan) -> str:
+    return "plain" if swap.plain else f"alpha={swap.alpha:g}"
+
+
+def _executed_alike(swap: SwapPlan) -> tuple[object, ...]:
+    """What all processes execute alike. Which layer calls use the disk depends on the memory of each."""
+    calls = [
+        [replace(r, place="swap") if r.place == "spill" else r for r in swap.storage.call(number).ranges]
+        for number in range(swap.calls)
+    ]
+    return replace(swap, storage=_NOTHING, memory=PlanMemory()), swap.storage.tokens, swap.storage.slice_tokens, calls

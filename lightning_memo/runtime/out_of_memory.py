@@ -219,7 +219,7 @@ class OutOfMemoryRetry:
     def _shrink_plan(self, message: str) -> None:
         plan = self._planner.plan
         assert plan is not None
-        mode = "plain training" if plan.swap.mode == "plain" else f"alpha={plan.swap.alpha:.4g}"
+        mode = "plain training" if plan.swap.plain else f"alpha={plan.swap.alpha:.4g}"
         rank_zero_warn(
             f"lightning_memo: out of device memory with {mode} ({message}); the step is run again with every layer "
             "recomputed, and later ones are planned with less."

@@ -11,8 +11,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
-from lightning_memo.artifacts.storage_plan import StorageBudget
-from lightning_memo.artifacts.swap_plan import Schedule, StreamedBytes
+from lightning_memo.artifacts.storage_plan import StorageBudget, StoragePlan
+from lightning_memo.artifacts.swap_plan import PlanMemory, Schedule
 from lightning_memo.artifacts.tensor_kind_costs import StorageCosts
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
@@ -21,10 +21,10 @@ from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.parallel.ranks import Ranks, agree_on_plan
 from lightning_memo.planner import plan_swap
 from lightning_memo.planner.choose_plan import plain_plan, with_spare_device
+from lightning_memo.planner.host_backed_sizes import StreamedBytes
 from lightning_memo.planner.plan_storage_kinds import common_problem, largest_loads, largest_saved, plan_kinds
 from lightning_memo.planner.step_time import steady
-from lightning_memo.planner.storage_plan_slices import stored_bytes_of_calls
-from lightning_memo.planner.token_slices import SavedBytes, share, slice_tokens_by_alpha, slot_bytes, tile_of
+from lightning_memo.planner.token_slices import SavedBytes, memory_of_plan, plan_of_alpha, share, slot_bytes, tile_of
 from lightning_memo.profiler.measured_costs import measured_call_costs
 
 _MOST_SHARE: Final = 0.9  # of the device's budget: the step that is estimated has not run
@@ -73,14 +73,18 @@ def _device_bytes(step: MeasuredStep, engine: Engine, alpha: float) -> int:
     A profile may have measured fewer tokens than a layer call has.
     """
     profile, costs, most = step.profile, steady(step.costs), engine.settings.slice_tokens
-    slices, calls = engine.cutter.cut(profile.tokens, alpha, most), profile.saved_by_calls
+    multiple, calls = engine.cutter.multiple, profile.saved_by_calls
+    plan = plan_of_alpha(profile.tokens, alpha, slice_tokens=most, multiple=multiple)
+    slices = engine.cutter.slices(plan, profile.tokens)
     slot = max(slot_bytes(saved, tokens, slices, "layer") for saved, tokens in calls)
     keys = max(
         sum(share(item, profile.tokens, tokens) for item in saved if item.kind in ("key", "value"))
         for saved, tokens in calls
     )
     gradients = max(traits.key_value_gradient_bytes / traits.tokens for traits in engine.layer_classes)
-    working = costs.working_bytes_at(alpha, most) + keys + int(gradients * profile.tokens)
+    working = (
+        costs.working_bytes_with(plan.recomputed_bytes(costs.other_bytes)) + keys + int(gradients * profile.tokens)
+    )
     return costs.fixed_device_bytes + working + 2 * slot
 
 
@@ -129,26 +133,25 @@ class _AlphaPlanner:
             alpha=alpha,
             schedule=self._engine.layer_classes.schedule,
             slice_tokens=self._slice_tokens,
-            slot_bytes=self._slot_bytes,
+            memory_of=self._memory_of,
             whole_layers=bool(self._engine.layer_classes.why_whole),
+            multiple=self._engine.cutter.multiple,
             # If the profiled step was cut into slices, the memory of a step without slices is not known.
             may_be_plain=may_be_plain and self._step.profile.slice_tokens == self._step.profile.tokens,
             host_backed=self._backing,
             streamed_bytes=None if self._backing == "none" else self._streamed_bytes,
         )
 
-    def _slot_bytes(self, alpha: float) -> int:
-        """Size of the largest host slot at an alpha."""
-        profile, classes = self._step.profile, self._engine.layer_classes
-        slices = slice_tokens_by_alpha(profile.tokens, alpha, None if classes.why_whole else self._slice_tokens)
-        calls, schedule = profile.saved_by_calls, classes.schedule
-        return max(slot_bytes(saved, measured, slices, schedule) for saved, measured in calls)
+    def _memory_of(self, plan: StoragePlan) -> PlanMemory:
+        """Memory of a plan if layer calls are swapped as a whole."""
+        engine, calls = self._engine, self._step.profile.saved_by_calls
+        schedule, multiple = engine.layer_classes.schedule, engine.cutter.multiple
+        return memory_of_plan(plan, calls, self._step.costs.swapped_calls, schedule=schedule, multiple=multiple)
 
-    def _streamed_bytes(self, alpha: float) -> StreamedBytes:
-        """Memory at an alpha if slices are swapped one by one."""
-        profile = self._step.profile
-        slices = self._engine.cutter.cut(profile.tokens, alpha, self._slice_tokens)
-        return host_backed_bytes(self._engine, profile.saved_by_calls, slices, self._backing)
+    def _streamed_bytes(self, plan: StoragePlan) -> StreamedBytes:
+        """Memory of a plan if slices are swapped one by one."""
+        slices = self._engine.cutter.slices(plan, plan.tokens)
+        return host_backed_bytes(self._engine, self._step.profile.saved_by_calls, slices, self._backing)
 
 
 def plan_by_kind(
@@ -234,7 +237,6 @@ class _Solver:
         for _ in range(_ATTEMPTS):
             common = bounds if self.divided else None
             plan = self.ranks.run_alike(functools.partial(self._solve, costs, budget, common), self.everyone)
-            assert plan.swap.storage is not None
             own = {bound for call in plan.swap.storage.calls for bound in call.bounds}
             of_all = self.ranks.gather_slicing(own, self.everyone) if self.ranks.stages is not None else [own]
             if all(each == own for each in of_all):
@@ -246,13 +248,14 @@ class _Solver:
 
     def _solve(self, costs: StorageCosts, budget: StorageBudget, common_bounds: Collection[int] | None) -> Plan:
         step, tokens = self.step, self.step.profile.tokens
+        calls = [(saved, tokens) for saved in self.saved]
         return plan_kinds(
             step.costs,
             costs,
             budget,
             step.label,
             tile_tokens=tile_of(tokens),
-            stored_bytes=lambda plan: stored_bytes_of_calls(plan, self.saved, tokens, costs.leaving_calls),
+            memory_of=lambda plan: memory_of_plan(plan, calls, costs.leaving_calls),
             common_bounds=common_bounds,
             nested=self.schedule == "nest",
         )

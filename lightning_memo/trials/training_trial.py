@@ -191,7 +191,7 @@ def _attempt(tokens: int, strategy: PlanningStrategy, measured: LastStep, reason
         host_bytes=plan.swap.host_bytes,
         device_limit_bytes=plan.budget.device_bytes,
         host_limit_bytes=plan.budget.host_bytes,
-        alpha=None if plan.swap.mode == "plain" else plan.swap.alpha,
+        alpha=None if plan.swap.plain else plan.swap.alpha,
         step_seconds=measured.seconds,
     )
 

@@ -27,7 +27,7 @@ from lightning_memo.artifacts.trace import Trace
 from lightning_memo.planner.placement.csv_tables import COLUMNS, read_problem
 from lightning_memo.planner.placement.problem import MAX_BYTES
 from lightning_memo.planner.placement.step_placement import problem_of
-from lightning_memo.planner.storage_plan_slices import why_not_stored
+from lightning_memo.planner.token_slices import why_not_stored
 from lightning_memo.utils.units import format_bytes
 
 MUTANTS = draws(1000)  # of each kind of file
@@ -193,8 +193,8 @@ def test_plans_whose_fields_contradict_each_other() -> None:
         read += 1
         assert format_bytes(plan.device_bytes + plan.swap.host_bytes + plan.swap.spill_bytes)
         assert Plan.from_json(plan.to_json()) == plan
-        assert plan.swap.executed is not None and list(map(plan.swap.slot_size, range(plan.swap.calls)))
-        if plan.swap.storage is not None:
+        assert plan.swap.executed is not None and list(map(plan.swap.disk_bytes, range(plan.swap.calls)))
+        if not plan.swap.storage.has_one_alpha:
             assert plan.swap.storage.share("input") >= 0.0
             why_not_stored(plan.swap.storage, nested=True)
         if plan.storage_costs is not None:
@@ -205,7 +205,7 @@ def test_plans_whose_fields_contradict_each_other() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "why"),
     [
-        (("swap", "storage", "call_classes"), [0], r"call_classes must have a class for each of the \d+ layer calls"),
+        (("swap", "memory", "spill"), [0], r"memory.spill must have an entry for each of the \d+ layer calls"),
         (("swap", "storage", "call_classes"), [], "call_classes must have a class for each layer call"),
         (("swap", "storage", "calls"), [], "call_classes must have a class for each layer call"),
         (("swap", "storage", "tokens"), 1, "after the 1 of a layer call"),

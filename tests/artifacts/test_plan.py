@@ -14,7 +14,8 @@ import lightning_memo.artifacts
 import lightning_memo.artifacts.plan
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
-from lightning_memo.artifacts.swap_plan import SwapPlan
+from lightning_memo.artifacts.swap_plan import PlanMemory, SwapPlan
+from lightning_memo.planner.token_slices import plan_of_alpha, plan_of_plain_training
 
 COUNTS = st.integers(0, 2**50)
 SECONDS = st.floats(0, 1e6)
@@ -42,12 +43,11 @@ def plans(draw):
         transient_device_bytes=draw(COUNTS),
     )
     swap = SwapPlan(
-        mode=draw(st.sampled_from(["memo", "plain"])),
-        alpha=draw(st.floats(0, 1)),
+        storage=plan_of_alpha(
+            costs.tokens, draw(st.floats(0, 1)), n, slice_tokens=draw(st.none() | st.integers(1, 2**40))
+        ),
+        memory=PlanMemory(slot=draw(COUNTS), host=draw(COUNTS), kept=draw(COUNTS)),
         schedule=draw(st.sampled_from(["layer", "nest"])),
-        slice_tokens=draw(st.none() | st.integers(1, 2**40)),
-        calls=n,
-        slot_bytes=draw(COUNTS),
     )
     texts = {name: draw(TEXTS) for name in ("model", "precision", "device", "torch", "parallel")}
     return Plan(
@@ -100,12 +100,12 @@ def test_derived_sizes(plan):
     assert plan.costs.swapped_bytes(0, 0.5) == 81  # half of 101, rounded up
     assert plan.costs.swapped_bytes(0, 1.0) == 131
     assert (plan.swap.swapped_calls, plan.swap.host_bytes) == (2, 256)
-    assert replace(plan.swap, calls=1).swapped_calls == 0
-    assert replace(plan.swap, mode="plain").host_bytes == 0
+    assert replace(plan.swap, storage=plan_of_alpha(128, 0.5, 1)).swapped_calls == 0
+    assert replace(plan.swap, storage=plan_of_plain_training(128, 4)).swapped_calls == 0
 
 
 CORRUPTIONS = [
-    (("version",), 2, "version is 2, but this lightning_memo reads version 1"),
+    (("version",), 1, "version is 1, but this lightning_memo reads version 2"),
     (("version",), True, "version is True"),
     (("version",), "1", "version is '1'"),
     (("step_seconds",), "fast", "step_seconds is 'fast', expected a number"),
@@ -127,13 +127,12 @@ CORRUPTIONS = [
     (("costs", "offload_bytes_per_second"), 0, "costs.offload_bytes_per_second=0.0 must be greater than 0"),
     (("costs", "forward_seconds"), [math.nan] * 4, "NaN is not a finite number"),
     (("costs", "forward_seconds"), [math.inf] * 4, "Infinity is not a finite number"),
-    (("swap", "alpha"), 1.5, "swap.alpha=1.5 must be from 0.0 to 1.0"),
-    (("swap", "mode"), "magic", 'swap.mode is \'magic\', expected "memo" or "plain"'),
-    (("swap", "mode"), ["memo"], "swap.mode is ['memo']"),
-    (("swap", "calls"), 2**62, "swap.calls=4611686018427387904 must be at most 65536"),
-    (("swap", "calls"), 0, "swap.calls=0 must be finite and at least 1"),
-    (("swap", "slice_tokens"), 0, "swap.slice_tokens=0 must be finite and at least 1"),
-    (("swap", "slice_tokens"), 1.5, "swap.slice_tokens is 1.5, expected an integer"),
+    (("swap", "schedule"), "magic", 'swap.schedule is \'magic\', expected "layer" or "nest" or "slice"'),
+    (("swap", "schedule"), ["layer"], "swap.schedule is ['layer']"),
+    (("swap", "storage", "call_classes"), [0] * 2**17, "swap.storage.call_classes has 131072 layer calls"),
+    (("swap", "storage", "call_classes"), [0] * 3, "must have a class for each of the 4 layer calls, but has 3"),
+    (("swap", "storage", "slice_tokens"), 0, "swap.storage.slice_tokens=0 must be finite and at least 1"),
+    (("swap", "storage", "slice_tokens"), 1.5, "swap.storage.slice_tokens is 1.5, expected an integer"),
     (("swap", "surprise"), 1, "swap.'surprise' is not a field of a plan"),
     (("budget", "host_bytes"), ..., "budget.host_bytes is missing"),
     (("swap",), ..., "swap is missing"),
@@ -166,9 +165,9 @@ def test_a_corrupted_field_is_named(tmp_path, plan, where, value, message):
         b"[1]",
         b"\xff\xfe",
         b"[" * 100_000,
-        b'{"version": 1}',
+        b'{"version": 2}',
         b'{"version": ' + b"9" * 5000,
-        b'{"version": 1, "version": 1}',
+        b'{"version": 2, "version": 2}',
     ],
 )
 def test_what_is_no_plan_is_refused(tmp_path, content):

@@ -217,7 +217,7 @@ class Watch(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.slot_bytes = trainer.strategy.plan.swap.slot_bytes
+        self.slot_bytes = trainer.strategy.plan.swap.memory.slot
         self.overflow_bytes = trainer.strategy.engine.memory.stats.overflow_bytes
 
 
@@ -236,7 +236,7 @@ def test_quantised_weights(by_function: bool, alpha: float) -> None:
     )
     assert watch.overflow_bytes == 0
     if by_function and alpha == 1.0:
-        plainly = fit(MemoStrategy(alpha=1.0), LanguageModel("block"), data).plan.swap.slot_bytes
+        plainly = fit(MemoStrategy(alpha=1.0), LanguageModel("block"), data).plan.swap.memory.slot
         adapters = 4 * 4 * 2 * 24 * 4  # what four adapters of rank 4 save of 48 tokens, in fp32
         assert watch.slot_bytes <= plainly + adapters
 

@@ -28,6 +28,7 @@ from lightning_memo.kernels.cpu_flash import CpuFlash
 from lightning_memo.kernels.replayed_sdpa import Replay
 from lightning_memo.kernels.time_kernels import PROBE_TOKENS, ProbeInputs, agreed, fastest_kernel, try_kernels
 from lightning_memo.parallel.ranks import Ranks
+from lightning_memo.planner.token_slices import plan_of_alpha, plan_of_plain_training
 from lightning_memo.reports.plan_tables import plan_table
 
 SPEC = AttentionSpec()
@@ -255,7 +256,7 @@ def test_a_plan_needs_its_kernel():
 
 def test_the_table_of_a_plan_tells_of_the_trials():
     plan = small_plan()
-    swap = replace(plan.swap, mode="memo", attention="cudnn")
+    swap = replace(plan.swap, storage=plan_of_alpha(plan.costs.tokens, 0.5, plan.swap.calls), attention="cudnn")
     trials = (
         AttentionTrial(name="sdpa", seconds=0.0021),
         AttentionTrial(name="cudnn", seconds=0.0012),
@@ -266,7 +267,11 @@ def test_the_table_of_a_plan_tells_of_the_trials():
         "kernel  cudnn attention; cudnn 1.2 ms; sdpa 2.1 ms; flash_attn not used: ImportError: undefined symbol\n"
         in caption
     )
-    assert "kernel" not in str(plan_table(replace(plan, swap=replace(swap, mode="plain"))).caption)
+    assert "kernel" not in str(
+        plan_table(
+            replace(plan, swap=replace(swap, storage=plan_of_plain_training(plan.costs.tokens, plan.swap.calls)))
+        ).caption
+    )
 
 
 def test_a_saved_plan_keeps_choice_and_trials():

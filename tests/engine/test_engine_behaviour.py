@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from support.alpha_plans import alpha_swap
 from support.families import BALANCED, FAMILIES, VOCABULARY, PlainBlock, PlainModel, make_batch
 from support.harness import (
     Batch,
@@ -792,7 +793,7 @@ def test_layer_that_overwrites_its_input_which_found_no_room(alpha: float) -> No
     with planned(model, BATCHES[0], alpha) as under_test:
         engine, swap = under_test.engine, under_test.engine.swap
         assert swap is not None
-        engine.load(replace(swap, slot_bytes=0), 2**30)
+        engine.load(replace(swap, memory=replace(swap.memory, slot=0)), 2**30)
         assert_close(under_test.step(BATCHES[0]), plain)
         assert engine.memory is not None and engine.memory.stats.overflow_bytes > 0
 
@@ -904,7 +905,7 @@ def test_slots_of_a_plan_that_is_too_small() -> None:
         engine, swap = under_test.engine, under_test.engine.swap
         assert swap is not None
         for share, calls in itertools.product((0, 0.3, 0.9), (1, 3, 4, 6)):
-            changed = {"alpha": 1.0, "slot_bytes": int(swap.slot_bytes * share), "calls": calls}
-            engine.load(type(swap)(**{name: getattr(swap, name) for name in swap.__slots__} | changed), 2**30)
+            small = alpha_swap(1.0, calls, int(swap.memory.slot * share), swap.storage.tokens, schedule=swap.schedule)
+            engine.load(small, 2**30)
             assert_equal(under_test.step(BATCHES[0]), plain)
             assert engine.memory is not None and engine.memory.stats.overflow_bytes > 0

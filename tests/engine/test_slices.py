@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from support.alpha_plans import slices_at
 from support.devices import DEVICE
 from support.families import FAMILIES, make_batch
 from support.harness import (
@@ -51,7 +52,6 @@ from lightning_memo.planner.token_slices import (
     SavedBytes,
     TokenRange,
     aligned,
-    slice_tokens_by_alpha,
     slot_bytes,
 )
 
@@ -229,7 +229,7 @@ longests = st.none() | st.integers(1, 700)
 
 @given(lengths, alphas, longests)
 def test_slices_cover_all_tokens_in_order(tokens: int, alpha: float, longest: int | None) -> None:
-    slices = slice_tokens_by_alpha(tokens, alpha, longest)
+    slices = slices_at(tokens, alpha, longest)
     assert slices[0].start == 0 and slices[-1].stop == tokens
     assert all(a.stop == b.start for a, b in itertools.pairwise(slices))
     assert all(0 < part.tokens <= (longest or tokens) for part in slices)
@@ -239,7 +239,7 @@ def test_slices_cover_all_tokens_in_order(tokens: int, alpha: float, longest: in
 
 @given(lengths, alphas)
 def test_alpha_is_the_share_of_swapped_tokens(tokens: int, alpha: float) -> None:
-    slices = slice_tokens_by_alpha(tokens, alpha)
+    slices = slices_at(tokens, alpha)
     swapped = sum(part.tokens for part in slices if part.places == SWAP)
     assert swapped <= alpha * tokens + 1e-3
     assert alpha * tokens - swapped < (128 if tokens >= 2048 else 1)
@@ -254,7 +254,7 @@ saved_tensors = st.lists(st.builds(SavedBytes, kinds, st.integers(1, 10**6), st.
 def test_slots_grow_with_alpha(saved: list[SavedBytes], tokens: int, a: float, b: float, schedule: str) -> None:
     """Apart from alignment and tensors whose size does not depend on tokens, of which two slices have two."""
     low, high = sorted((a, b))
-    sizes = [slot_bytes(saved, tokens, slice_tokens_by_alpha(tokens, alpha), schedule) for alpha in (low, high)]
+    sizes = [slot_bytes(saved, tokens, slices_at(tokens, alpha), schedule) for alpha in (low, high)]
     slack = len(saved) * 2 * ALIGNMENT_BYTES + sum(item.size_bytes for item in saved if not item.per_token)
     assert sizes[0] <= sizes[1] + slack
 
@@ -263,7 +263,7 @@ def test_slots_grow_with_alpha(saved: list[SavedBytes], tokens: int, a: float, b
 def test_slots_hold_what_is_always_swapped_and_no_more_than_all(
     saved: list[SavedBytes], tokens: int, alpha: float, longest: int | None, schedule: str
 ) -> None:
-    slices = slice_tokens_by_alpha(tokens, alpha, longest)
+    slices = slices_at(tokens, alpha, longest)
     size = slot_bytes(saved, tokens, slices, schedule)
     always = sum(item.size_bytes for item in saved if item.kind in ("input", "out", "lse"))
     most = sum(

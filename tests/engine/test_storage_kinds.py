@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import peft
 import pytest
 import torch
 import torch.nn.functional as F
+from support.alpha_plans import alpha_swap
 from support.families import FAMILIES, PlainBlock, PlainModel, make_batch
 from support.harness import (
     Batch,
@@ -28,7 +29,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.artifacts.tensor_kind_costs import Place
 from lightning_memo.engine import TestMode
 
@@ -344,10 +344,12 @@ def test_plans_that_cannot_run_are_refused(llama: ByKind, change: Callable[[Rows
         llama.load_storage(rows)
 
 
-def test_a_plan_of_one_alpha_is_refused(llama: ByKind) -> None:
-    plan = SwapPlan(mode="memo", alpha=0.5, schedule="layer", slice_tokens=None, calls=4, slot_bytes=64)
-    assert "alpha" in llama.engine.why_not(plan)
-    assert llama.engine.why_not(replace(plan, mode="plain", alpha=0.0)) == ""
+def test_a_plan_of_kinds_is_refused_where_one_alpha_was_asked_for(llama: ByKind) -> None:
+    llama.profile_step(make_batch(2, TOKENS))
+    llama.load_storage(BASE | {"mlp.up_proj": [("swap", 0, 8)]})
+    llama.engine.settings.storage = "alpha"
+    assert llama.engine.swap is not None and 'storage="kinds"' in llama.engine.why_not(llama.engine.swap)
+    assert llama.engine.why_not(alpha_swap(0.5, 4, 64)) == ""
 
 
 def test_nested_attention_has_to_be_stored() -> None:

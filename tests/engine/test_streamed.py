@@ -296,7 +296,7 @@ def peak_bytes(model: nn.Module, schedule: str, tokens: int, amp: bool) -> int:
             loss.backward()
         under_test.assert_as_planned()
         assert under_test.engine.swap is not None
-        return meter.peak_bytes + 2 * under_test.engine.swap.slot_bytes
+        return meter.peak_bytes + 2 * under_test.engine.swap.memory.slot
 
 
 @slow_if(lambda case_id: case_id in ("llama_gqa-0-False", "qwen3_moe-0-False", "gemma3_mixed_windows-0-False"))
@@ -476,14 +476,14 @@ def test_trains_as_plain(host_backed: HostBacked, monkeypatch: pytest.MonkeyPatc
     result = fit(MemoStrategy(slice_tokens=7, host_backed=host_backed, alpha=0.5, test_mode=DELAYS))
     assert max(abs(a - b) for a, b in zip(result.losses, plain().losses, strict=True)) <= 3e-6
     swap = result.plan.swap
-    assert (swap.host_backed, swap.slice_tokens, swap.alpha, set(result.held)) == (host_backed, 7, 0.5, {0})
+    assert (swap.host_backed, swap.storage.slice_tokens, swap.alpha, set(result.held)) == (host_backed, 7, 0.5, {0})
     saved = tmp_path / "plan.json"
     result.plan.save(saved)
     again = fit(MemoStrategy(slice_tokens=7, host_backed=host_backed, plan=saved), max_steps=2)
     assert again.plan.swap == swap
     with pytest.warns(UserWarning, match="it was made for slice_tokens=7, and 5 was given"):
         other = fit(MemoStrategy(slice_tokens=5, host_backed=host_backed, plan=saved), max_steps=2)
-    assert other.plan.swap.slice_tokens == 5
+    assert other.plan.swap.storage.slice_tokens == 5
 
 
 def test_trains_slice_by_slice_as_plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.alpha_plans import memory_by
 from support.commands import errors, run
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
@@ -108,7 +109,13 @@ def save_plan(path: Path, tokens: int) -> None:
     )
     budget = Budget(device_bytes=2**40, host_bytes=2**40)
     plan_swap(
-        costs(tokens), budget, label, alpha="auto", schedule="layer", slice_tokens=None, slot_bytes=lambda alpha: 64
+        costs(tokens),
+        budget,
+        label,
+        alpha="auto",
+        schedule="layer",
+        slice_tokens=None,
+        memory_of=memory_by(lambda alpha: 64, costs(tokens).swapped_calls),
     ).save(path)
 
 

@@ -24,7 +24,7 @@ from lightning_memo.estimate.slice_settings import Slices
 from lightning_memo.estimate.step_estimate import estimate
 from lightning_memo.estimate.step_times import layer_times
 from lightning_memo.estimate.tables import format_alpha
-from lightning_memo.planner.storage_plan_slices import stored_bytes_of_calls
+from lightning_memo.planner.token_slices import memory_of_plan
 from lightning_memo.runtime import solve_plan
 from lightning_memo.shapes.adapters import adapters_of
 from lightning_memo.shapes.hf_config import shape_of
@@ -182,15 +182,15 @@ def test_products_and_the_bytes_of_a_plan_are_those_of_training(
     monkeypatch.setattr(solve_plan, "plain_plan", lambda *_: None)
     plan, request = trained(tmp_path, family, precision, lora)
     products = recomputed_products(request, TOKENS)
-    assert plan.storage_costs is not None and plan.swap.storage is not None
+    assert plan.storage_costs is not None and not plan.swap.storage.has_one_alpha
     # No gradient goes through the first layer of a model with adapters, which therefore saves less.
     *first, call = plan.storage_costs.classes
     assert bool(first) == (lora is not None)
     assert {p.name: p.size_bytes for p in products} == {p.name: p.size_bytes for p in call.products}
     tensors = storable_tensors(request, products, TOKENS)
-    sizes = stored_bytes_of_calls(plan.swap.storage, [tensors] * plan.swap.calls, TOKENS, plan.swap.swapped_calls)
-    assert sizes.kept >= plan.swap.kept_bytes > 0 and sizes.host >= plan.swap.stored_host_bytes
-    assert lora or (sizes.kept, sizes.host) == (plan.swap.kept_bytes, plan.swap.stored_host_bytes)
+    sizes = memory_of_plan(plan.swap.storage, [(tensors, TOKENS)] * plan.swap.calls, plan.swap.swapped_calls)
+    assert sizes.kept >= plan.swap.memory.kept > 0 and sizes.host >= plan.swap.memory.host
+    assert lora or (sizes.kept, sizes.host) == (plan.swap.memory.kept, plan.swap.memory.host)
 
 
 # ---- time

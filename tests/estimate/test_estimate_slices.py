@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.alpha_plans import slices_at
 from support.markers.slow import slow_if
 from support.trainer_harness import batches, make_trainer
 
@@ -30,7 +31,6 @@ from lightning_memo.estimate.step_times import tokens_read
 from lightning_memo.estimate.what_would_fit import suggest_slices
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.models import CausalLM
-from lightning_memo.planner.token_slices import slice_tokens_by_alpha
 from lightning_memo.shapes.adapters import adapters_of
 from lightning_memo.shapes.model_shape import ModelShape
 
@@ -117,10 +117,10 @@ def test_an_estimate_with_slices_takes_what_training_plans_and_measures(
     swap = trained.swap
     planned = slices.streamed_bytes(shape, sizes=sizes, tokens=tokens, alpha=swap.alpha)
     assert (planned.slot, planned.gradients, planned.staging, planned.states) == (
-        swap.slot_bytes, swap.gradient_host_bytes, swap.staging_bytes, swap.state_host_bytes,
+        swap.memory.slot, swap.memory.gradients, swap.memory.staging, swap.memory.states,
     )  # fmt: skip
-    assert planned.host >= swap.streamed_host_bytes
-    assert lora or planned.host == swap.streamed_host_bytes
+    assert planned.host >= swap.memory.host
+    assert lora or planned.host == swap.memory.host
     answer = estimate(request, Parallelism())
     assert answer.host_bytes == planned.host
     passing = slices.tokens * shape.hidden * sizes.stream if slices.states_on_host else 0
@@ -148,7 +148,7 @@ def ask(seq_len: int, model: str = "llama3_2_1b", **changes: Any) -> EstimateReq
 
 @pytest.mark.parametrize("window", [None, 1, 2, 512, 513, 1025, 5000])
 def test_what_slices_read_is_what_attention_fetches(window: int | None) -> None:
-    slices, spec = slice_tokens_by_alpha(4100, 0.0, 512), AttentionSpec(causal=True, window=window)
+    slices, spec = slices_at(4100, 0.0, 512), AttentionSpec(causal=True, window=window)
     fetched = sum(
         earlier.tokens
         for n, part in enumerate(slices)

@@ -60,7 +60,7 @@ def test_what_goes_to_the_disk_is_what_training_sends_there(tmp_path: Path) -> N
         cluster=replace(ask().cluster, host_bytes=7 * 2**20),
     )  # fmt: skip
     answer = estimate(request, Parallelism())
-    assert 0 < trained.swap.spilled_calls < trained.swap.swapped_calls
+    assert 0 < len(trained.swap.spilled_calls) < trained.swap.swapped_calls
     assert answer.disk_bytes == pytest.approx(trained.swap.spill_bytes, abs=6 * BLOCK_BYTES)
     assert answer.host_bytes == pytest.approx(trained.swap.host_bytes, rel=0.01)
 

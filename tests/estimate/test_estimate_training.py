@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from omegaconf import OmegaConf
+from support.alpha_plans import memory_by
 from support.harness import EngineUnderTest
 from support.markers.slow import slow_if
 from support.trainer_harness import batches, make_trainer
@@ -183,7 +184,9 @@ def plan(costs: LayerCosts, budget: Budget, label: Fingerprint, *, may_be_plain:
         alpha="auto",
         schedule="layer",
         slice_tokens=None,
-        slot_bytes=lambda alpha: slot_bytes_by_alpha(DEMO, sizes=FP32, tokens=costs.tokens, alpha=alpha),
+        memory_of=memory_by(
+            lambda alpha: slot_bytes_by_alpha(DEMO, sizes=FP32, tokens=costs.tokens, alpha=alpha), costs.swapped_calls
+        ),
         may_be_plain=may_be_plain,
     )
 
@@ -208,9 +211,7 @@ def test_what_is_planned_for_predicted_bytes_is_what_training_planned(plans: dic
     assert (expected.swap, expected.step_seconds) == (trained.swap, trained.step_seconds)
     assert expected.device_bytes == pytest.approx(trained.device_bytes, rel=0.03)
     assert expected.working_set_bytes == pytest.approx(trained.working_set_bytes, rel=0.03)
-    assert (trained.swap.mode == "plain") == (
-        tokens < DEMO_TOKENS
-    )  # the demo's budget is too small for the demo's length
+    assert (trained.swap.plain) == (tokens < DEMO_TOKENS)  # the demo's budget is too small for the demo's length
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 0.03), ("bf16-true", 0.03), ("bf16-mixed", 0.06)])
@@ -227,7 +228,7 @@ def test_an_estimate_takes_what_training_measures(tmp_path: Path, precision: Pre
     assert told.fixed_device_bytes == pytest.approx(measured.fixed_device_bytes, rel=1e-3)
     assert told.transient_device_bytes == pytest.approx(measured.transient_device_bytes, rel=tolerance)
     assert told.working_bytes(1.0) == pytest.approx(measured.working_bytes(1.0), rel=tolerance)
-    if trained.swap.mode == "memo":
+    if not trained.swap.plain:
         total = estimate(request, Parallelism()).device_bytes["total"]
         assert total == pytest.approx(trained.device_bytes, rel=0.03)
 

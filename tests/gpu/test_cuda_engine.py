@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from support.alpha_plans import alpha_swap, slices_at
 from support.devices import needs_real_gpu
 from support.markers.slow import slow_if
 from support.samples.cuda import FARTHER, MIB, TOKENS, VOCABULARY, Batch, distance, gradients, make_batch, make_model
@@ -17,13 +18,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.swap_plan import Attention, SwapPlan
+from lightning_memo.artifacts.swap_plan import Attention
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.copy_streams import CudaCopyStream
 from lightning_memo.engine.memory.host_arena import HostArena
 from lightning_memo.kernels import divided_calls, select_kernel
 from lightning_memo.kernels.divided_calls import DividedCalls
-from lightning_memo.planner.token_slices import slice_tokens_by_alpha, slot_bytes
+from lightning_memo.planner.token_slices import slot_bytes
 from lightning_memo.utils.find_layers import find_stacks
 
 
@@ -43,13 +44,13 @@ def load(engine: Engine, alpha: float, slice_tokens: int | None = None, attentio
     """Plan for the batch that was just profiled."""
     profile = engine.profile
     assert profile is not None and profile.complete
-    slices = slice_tokens_by_alpha(profile.tokens, alpha, slice_tokens)
+    slices = slices_at(profile.tokens, alpha, slice_tokens)
     size = max(
         slot_bytes(call.saved, profile.tokens, slices, engine.layer_classes.schedule) for call in profile.in_order()
     )
-    plan = SwapPlan(
-        mode="memo", alpha=alpha, schedule=engine.layer_classes.schedule, slice_tokens=slice_tokens,
-        calls=len(engine.layers), slot_bytes=size, attention=attention,
+    plan = alpha_swap(
+        alpha, len(engine.layers), size, profile.tokens, schedule=engine.layer_classes.schedule,
+        slice_tokens=slice_tokens, attention=attention,
     )  # fmt: skip
     engine.load(plan, profile.batch * profile.tokens)
 

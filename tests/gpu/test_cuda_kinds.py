@@ -9,12 +9,12 @@ import torch
 from support.samples.cuda import FARTHER, TOKENS, distance, gradients, make_batch, make_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_memo.artifacts.storage_plan import NO_NEEDS, CallPlan, StoragePlan, StoredRange
+from lightning_memo.artifacts.storage_plan import CallPlan, StoragePlan, StoredRange
 from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.artifacts.tensor_kind_costs import Place
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.layers.step_profile import StepProfile
-from lightning_memo.planner.storage_plan_slices import stored_bytes, stored_slices
+from lightning_memo.planner.token_slices import memory_of_plan
 from lightning_memo.utils.find_layers import find_stacks
 
 Row = tuple[str, Place, int, int]
@@ -34,17 +34,11 @@ MIXED: list[Row] = [
 def load(engine: Engine, rows: list[Row], profile: StepProfile) -> None:
     ranges = tuple(StoredRange(kind=kind, place=place, start=start, stop=stop) for kind, place, start, stop in rows)
     plan = StoragePlan(
-        tokens=TOKENS, call_classes=(0,) * len(engine.layers), calls=(CallPlan(ranges=ranges),), needs=NO_NEEDS,
-        bound_seconds=0.0, alpha_seconds=None, prices=(),
+        tokens=TOKENS, call_classes=(0,) * len(engine.layers), calls=(CallPlan(ranges=ranges),)
     )  # fmt: skip
-    slices = stored_slices(plan, 0, TOKENS)
     saved = [[*call.saved, *(product.saved for product in call.products)] for call in profile.in_order()]
-    swapped, kept = ([stored_bytes(of, TOKENS, slices, place) for of in saved] for place in ("swap", "keep"))
-    swap = SwapPlan(
-        mode="memo", alpha=0.0, schedule="layer", slice_tokens=None, calls=len(engine.layers), slot_bytes=max(swapped),
-        storage=plan, stored_host_bytes=sum(swapped[:-2]), kept_bytes=sum(kept),
-    )  # fmt: skip
-    engine.load(swap, profile.batch * TOKENS)
+    memory = memory_of_plan(plan, [(of, TOKENS) for of in saved], len(engine.layers) - 2)
+    engine.load(SwapPlan(storage=plan, memory=memory, schedule="layer"), profile.batch * TOKENS)
 
 
 @pytest.mark.parametrize("window", [None, 100])

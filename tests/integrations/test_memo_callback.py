@@ -128,7 +128,7 @@ def test_a_run_resumes_within_an_epoch(settings: dict[str, Any], tmp_path: Path)
     resumed = of_rows(memo, "gpt2_dropout", **arguments)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     Outcome(resumed).compare(plain)
-    assert memo.plan is not None and memo.plan.swap.mode == "memo"
+    assert memo.plan is not None and not memo.plan.swap.plain
 
 
 def of_rank(memo: bool) -> tuple[list[float], dict[str, Tensor]]:

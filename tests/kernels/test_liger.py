@@ -110,7 +110,7 @@ def test_products_that_a_kernel_overwrites_are_stored_as_they_were(interpreter):
         assert_close(run.step(batch), expected)
         run.assert_as_planned()
         swap = run.engine.swap
-        run.engine.load(replace(swap, slot_bytes=swap.slot_bytes // 4), TOKENS)
+        run.engine.load(replace(swap, memory=replace(swap.memory, slot=swap.memory.slot // 4)), TOKENS)
         assert_close(run.step(batch), expected)
         assert run.engine.memory.stats.overflow_bytes > 0  # tensors that do not fit in their slot stay on the device
 

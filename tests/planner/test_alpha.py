@@ -4,9 +4,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.alpha_plans import memory_by
 from support.samples.plans import FINGERPRINT, GIB, costs_of
 
 from lightning_memo.artifacts.layer_costs import Budget
+from lightning_memo.artifacts.tensor_kind_costs import ALL
 from lightning_memo.planner import HostMemoryError, plan_swap, solve_alpha
 
 AMPLE = 2**50
@@ -25,7 +27,7 @@ def plan(costs, host_bytes=100 * GIB, device_bytes=None, alpha="auto", whole_lay
         alpha=alpha,
         schedule="layer",
         slice_tokens=None,
-        slot_bytes=slot_bytes,
+        memory_of=memory_by(slot_bytes, costs.swapped_calls),
         whole_layers=whole_layers,
         may_be_plain=device_bytes is not None,
     )
@@ -145,15 +147,15 @@ def test_ample_device_memory_means_plain_training():
     costs = costs_of()
     needed = costs.fixed_device_bytes + costs.transient_device_bytes + costs.skeletal_bytes
     made = plan(costs, device_bytes=needed)
-    assert (made.swap.mode, made.swap.alpha, made.swap.host_bytes, made.swap.slot_bytes) == ("plain", 0.0, 0, 0)
+    assert (made.swap.plain, made.swap.alpha, made.swap.host_bytes, made.swap.memory.slot) == (True, 0.0, 0, 0)
     assert made.reason.startswith("Device memory is ample: plain training needs 10.2 GiB of the 10.2 GiB")
     assert made.step_seconds == pytest.approx(6 * (0.8 + 1.5) + 2.0)
-    assert plan(costs, device_bytes=needed - 1).swap.mode == "memo"
+    assert not plan(costs, device_bytes=needed - 1).swap.plain
 
 
 def test_a_given_alpha_is_taken_even_where_memory_is_ample():
     made = plan(costs_of(), device_bytes=2**50, alpha=1)
-    assert (made.swap.mode, made.swap.alpha) == ("memo", 1.0)
+    assert (made.swap.plain, made.swap.alpha) == (False, 1.0)
     assert made.reason == "alpha was given; copies take longer than the forward and slow the step."
     hidden = "alpha was given; copies hide under the forward."
     assert plan(costs_of(), alpha=0.5).reason == hidden
@@ -175,10 +177,10 @@ def test_a_fraction_of_whole_layers(alpha, swapped, host):
     costs = costs_of()
     made = plan(costs, alpha=alpha, whole_layers=True)
     least, most = costs.swapped_bytes(0, 0.0), costs.swapped_bytes(0, 1.0)
-    assert made.swap.alpha == alpha
-    assert [call for call in range(6) if made.swap.alpha_of(call)] == swapped
+    assert made.swap.alpha == len(swapped) / 6
+    assert [call for call in range(6) if made.swap.storage.call(call).tokens(ALL)] == swapped
     assert made.swap.host_bytes == host * most + (4 - host) * least  # the last two calls stay on the device
-    assert made.swap.slot_bytes == (most if swapped else least)
+    assert made.swap.memory.slot == (most if swapped else least)
 
 
 @pytest.mark.parametrize("forward_seconds", [0.1, 0.5, 0.6, 0.7, 0.8, 2.0])
@@ -187,7 +189,7 @@ def test_the_best_fraction_of_whole_layers(forward_seconds):
     best = solve(costs).alpha
     made = plan(costs, whole_layers=True)
     assert made.swap.alpha == math.floor(6 * best + 1e-5) / 6
-    assert made.swap.whole_layers == (0.0 < made.swap.alpha < 1.0)
+    assert (len(made.swap.storage.calls) == 2) == (0.0 < made.swap.alpha < 1.0)
 
 
 @settings(max_examples=100)
@@ -275,5 +277,5 @@ def test_the_plan_holds_what_was_asked_for():
     assert made.fingerprint == FINGERPRINT
     assert made.costs == costs_of()
     assert made.budget == Budget(device_bytes=AMPLE, host_bytes=50 * GIB)
-    assert (made.swap.schedule, made.swap.slice_tokens, made.swap.calls) == ("layer", None, 6)
+    assert (made.swap.schedule, made.swap.storage.slice_tokens, made.swap.calls) == ("layer", None, 6)
     assert made.swap.alpha == 0.6

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.alpha_plans import alpha_swap, memory_by
 from support.samples.storage_problems import LABEL, LAYERS, MIB, planned
 
 from lightning_memo.artifacts.layer_costs import Budget
@@ -15,7 +16,9 @@ from lightning_memo.planner.choose_plan import choose_plan, plain_plan
 
 AMPLE = Budget(device_bytes=1000 * MIB, host_bytes=1000 * MIB)
 KINDS = planned(StorageBudget(device_bytes=300 * MIB, host_bytes=1000 * MIB))
-ALPHA = plan_swap(LAYERS, AMPLE, LABEL, alpha=0.0, schedule="layer", slice_tokens=None, slot_bytes=lambda alpha: MIB)
+ALPHA = plan_swap(
+    LAYERS, AMPLE, LABEL, alpha=0.0, schedule="layer", slice_tokens=None, memory_of=memory_by(lambda alpha: MIB, 4)
+)
 
 
 def chosen(seconds_of_kinds: float, of_alpha: Plan, device_measured: bool = False) -> Plan:
@@ -42,7 +45,7 @@ def test_one_that_does_not_fit_is_not_chosen_unless_it_has_run() -> None:
     large = replace(ALPHA, budget=replace(AMPLE, device_bytes=1))
     assert chosen(1e9, large).swap == KINDS.swap
     assert chosen(1e9, large, device_measured=True) == large
-    other = replace(large, swap=replace(large.swap, alpha=0.5))
+    other = replace(large, swap=alpha_swap(0.5, ALPHA.swap.calls, MIB))
     assert chosen(1e9, other, device_measured=True).swap == KINDS.swap
 
 

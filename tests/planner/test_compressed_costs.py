@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.alpha_plans import memory_by
 from support.samples.plans import FINGERPRINT, GIB, costs_of
 from support.samples.storage_problems import COSTS, TOKENS
 
@@ -43,7 +44,8 @@ def compressed(moved: float, compress: float = 0.0, restore: float = 0.0) -> Lay
 def plan(costs: LayerCosts, host_bytes: int = 100 * GIB, device_bytes: int = 2**50) -> Plan:
     return plan_swap(
         costs, Budget(device_bytes=device_bytes, host_bytes=host_bytes), FINGERPRINT, alpha="auto", schedule="layer",
-        slice_tokens=None, slot_bytes=lambda alpha: costs.swapped_bytes(0, alpha), may_be_plain=False,
+        slice_tokens=None, may_be_plain=False,
+        memory_of=memory_by(lambda alpha: costs.swapped_bytes(0, alpha), costs.swapped_calls),
     )  # fmt: skip
 
 

@@ -10,20 +10,19 @@ from hypothesis import strategies as st
 from support.samples.plans import FINGERPRINT, GIB, costs_of
 
 from lightning_memo.artifacts.layer_costs import Budget
-from lightning_memo.artifacts.swap_plan import SliceBytes, StreamedBytes
+from lightning_memo.artifacts.swap_plan import PlanMemory
 from lightning_memo.planner import plan_swap, solve_alpha
-from lightning_memo.planner.host_backed_sizes import host_backed_sizes
+from lightning_memo.planner.host_backed_sizes import SliceBytes, host_backed_sizes
 from lightning_memo.planner.largest_alpha import TOLERANCE
 from lightning_memo.planner.step_time import layer_seconds, streamed_step_seconds
-from lightning_memo.planner.token_slices import SavedBytes, slice_tokens_by_alpha
+from lightning_memo.planner.token_slices import SavedBytes, slices_of
 
 AMPLE = Budget(device_bytes=2**50, host_bytes=2**50)
 SAVED = [SavedBytes("input", GIB // 10), SavedBytes("out", GIB // 10), SavedBytes("other", GIB)]
 
 
 def sizes(*slots, swapped=True):
-    slices = tuple(SliceBytes(tokens=10, slot=slot, swapped=swapped) for slot in slots)
-    return StreamedBytes(slot=max(slots), host=sum(slots), gradients=0, staging=0, slices=slices)
+    return tuple(SliceBytes(tokens=10, slot=slot, swapped=swapped) for slot in slots)
 
 
 def costs(**changes):
@@ -68,18 +67,18 @@ def test_the_best_alpha_is_not_slower_than_none_and_the_largest(slices, forward,
     times = {"forward_seconds": (forward,) * 6, "recompute_seconds": (local * forward,) * 6}
     layers = costs_of(6, **times, offload_bytes_per_second=rate, prefetch_bytes_per_second=rate)
 
-    def streamed(alpha):
-        parts = slice_tokens_by_alpha(1000, alpha, -(-1000 // slices))
+    def streamed(plan):
+        parts = slices_of(plan, 0, 1000)
         return host_backed_sizes([(SAVED, 1000)] * 6, parts, "attention", gradient_bytes=0, schedule=schedule)
 
     def at(alpha):
         return plan_swap(
             layers, AMPLE, FINGERPRINT, alpha=alpha, schedule=schedule, slice_tokens=-(-1000 // slices),
-            slot_bytes=lambda alpha: 0, may_be_plain=False, host_backed="attention", streamed_bytes=streamed,
+            memory_of=lambda plan: PlanMemory(), may_be_plain=False, host_backed="attention", streamed_bytes=streamed,
         )  # fmt: skip
 
     best = at("auto")
-    assert best.step_seconds == streamed_step_seconds(layers, streamed(best.swap.alpha), schedule)
+    assert best.step_seconds == streamed_step_seconds(layers, streamed(best.swap.storage).slices, schedule)
     assert best.step_seconds <= at(0.0).step_seconds
     largest = math.floor(solve_alpha(layers, AMPLE).alpha * layers.tokens + TOLERANCE) / layers.tokens
     assert best.step_seconds <= at(largest).step_seconds

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.alpha_plans import alpha_swap, memory_by
 from support.samples.plans import FINGERPRINT, GIB, costs_of
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
@@ -35,33 +34,34 @@ def plan(costs: LayerCosts, host: float, disk: float, alpha: float | str = "auto
     budget = Budget(device_bytes=2**50, host_bytes=int(host * GIB), spill_bytes=int(disk * GIB))
     return plan_swap(
         costs, budget, FINGERPRINT, alpha=alpha, schedule="layer", slice_tokens=None,
-        slot_bytes=lambda fraction: costs.swapped_bytes(0, fraction), may_be_plain=False,
+        memory_of=memory_by(lambda fraction: costs.swapped_bytes(0, fraction), costs.swapped_calls),
+        may_be_plain=False,
     )  # fmt: skip
 
 
 def test_a_disk_that_is_not_needed_changes_nothing() -> None:
     with_disk, without = plan(costs(), host=12.1, disk=100), plan(costs(), host=12.1, disk=0)
-    assert with_disk.swap == without.swap and with_disk.swap.spilled_calls == 0
+    assert with_disk.swap == without.swap and with_disk.swap.spilled_calls == ()
     assert with_disk.step_seconds == without.step_seconds
 
 
 def test_the_fewest_calls_go_to_the_disk() -> None:
     swap = plan(costs(), host=5, disk=100).swap
-    assert swap.alpha == 1.0 and swap.spilled_calls == 7  # bounce buffers take a slot's place and a bit
-    assert swap.host_bytes <= 5 * GIB < replace(swap, spilled_calls=6).host_bytes
-    assert swap.spill_bytes == 7 * SpillLayout(swap.slot_bytes).region_bytes
+    assert swap.alpha == 1.0 and len(swap.spilled_calls) == 7  # bounce buffers take a slot's place and a bit
+    assert swap.host_bytes <= 5 * GIB < alpha_swap(1.0, swap.calls, swap.memory.slot, spilled_calls=6).host_bytes
+    assert swap.spill_bytes == 7 * SpillLayout(swap.memory.slot).region_bytes
 
 
 def test_a_small_disk_limits_alpha() -> None:
     made = plan(costs(), host=4, disk=3)
-    assert 0.0 < made.swap.alpha < 1.0 and made.swap.spilled_calls > 0
+    assert 0.0 < made.swap.alpha < 1.0 and made.swap.spilled_calls
     assert made.swap.spill_bytes <= 3 * GIB
     assert "fits the budget of 4.0 GiB of host memory and 3.0 GiB of disk." in made.reason
 
 
 def test_room_for_the_way_to_the_disk_limits_alpha() -> None:
     made = plan(costs(), host=1, disk=100)
-    assert 0.0 < made.swap.alpha < 1.0 and made.swap.spilled_calls == 10
+    assert 0.0 < made.swap.alpha < 1.0 and len(made.swap.spilled_calls) == 10
     assert f"bounce buffers take host memory, so alpha={made.swap.alpha:.4g} is the largest that fits" in made.reason
 
 
@@ -90,14 +90,14 @@ def test_a_slow_disk_limits_alpha(write: float, read: float) -> None:
 
 
 def keeps_up(costs: LayerCosts, swap: SwapPlan) -> bool:
-    return disk_keeps_up(costs, swap.slot_bytes, swap.spilled_calls, swap.alpha)
+    return disk_keeps_up(costs, swap.memory.slot, len(swap.spilled_calls), swap.alpha)
 
 
 def test_a_disk_that_is_too_slow_for_anything_still_makes_training_possible() -> None:
     with pytest.raises(HostMemoryError):
         plan(costs(), host=1.5, disk=0)
     made = plan(costs(write=0.01 * GIB), host=1.5, disk=100)
-    assert made.swap.alpha == 0.0 and made.swap.spilled_calls > 0
+    assert made.swap.alpha == 0.0 and made.swap.spilled_calls
     assert made.reason.startswith("Disk speed is the limit: even at alpha=0 layers wait for the disk.")
     assert made.step_seconds > made.swap.spill_bytes / (0.01 * GIB)
 

@@ -2,11 +2,13 @@ import itertools
 import math
 import time
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import highspy
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.alpha_plans import memory_by
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint
@@ -24,6 +26,7 @@ from lightning_memo.planner.plan_storage_kinds import resource_sensitivities
 from lightning_memo.planner.simulate_step import ScheduleError, ScheduleFault, simulate
 from lightning_memo.planner.storage_planner import StorageError, needs_of, plan_storage
 from lightning_memo.planner.storage_program import SINGLE_ALPHA, solve_storage
+from lightning_memo.planner.token_slices import swapped_tokens
 
 GIB = 2**30
 FINGERPRINT = Fingerprint(
@@ -152,7 +155,7 @@ def paper_plan(costs, budget):
             alpha=alpha,
             schedule="layer",
             slice_tokens=None,
-            slot_bytes=largest,
+            memory_of=memory_by(largest, paper.swapped_calls),
         )
 
     try:
@@ -201,7 +204,7 @@ def test_no_alpha_is_faster_on_a_grid_of_models_lengths_and_machines():
             continue
         compared += 1
         assert plan.needs.step_seconds <= paper.step_seconds * (1 + 1e-9), name
-        assert paper.swap.mode == "plain" or plan.alpha_seconds <= paper.step_seconds * (1 + 1e-9), name
+        assert paper.swap.plain or plan.alpha_seconds <= paper.step_seconds * (1 + 1e-9), name
         faster += plan.needs.step_seconds < paper.step_seconds * (1 - 1e-6)
     assert compared >= 200 and faster >= compared / 3 and only_here >= 20, (compared, faster, only_here)
     assert long_slices > 100, long_slices
@@ -212,7 +215,7 @@ def test_no_alpha_is_faster_on_a_grid_of_models_lengths_and_machines():
 @pytest.mark.parametrize("length", [16, 128])
 def test_a_single_alpha_is_one_of_the_plans(alpha, length):
     costs, budget = analytic(MODELS["Llama-8B LoRA"], MACHINES["H100"], length * 1024, 10**4)
-    first = costs.tokens - round(alpha * costs.tokens)
+    first = costs.tokens - swapped_tokens(costs.tokens, alpha)
     ranges = [StoredRange(kind=kind, place="swap", start=0, stop=costs.tokens) for kind in (INPUT, ATTENTION)]
     if alpha:
         ranges.append(StoredRange(kind=ALL, place="swap", start=first, stop=costs.tokens))
@@ -226,7 +229,7 @@ def test_a_single_alpha_is_one_of_the_plans(alpha, length):
         alpha=1 - first / costs.tokens,
         schedule="layer",
         slice_tokens=None,
-        slot_bytes=lambda fraction: layer_costs(costs).swapped_bytes(0, fraction),
+        memory_of=memory_by(partial(layer_costs(costs).swapped_bytes, 0), layer_costs(costs).swapped_calls),
     )
     assert made.step_seconds == pytest.approx(paper.step_seconds, rel=1e-12)
     assert (made.device_bytes, made.host_bytes) == (paper.device_bytes, paper.swap.host_bytes)

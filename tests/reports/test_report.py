@@ -2,10 +2,12 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from support.alpha_plans import alpha_swap
 
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
-from lightning_memo.artifacts.swap_plan import SwapPlan
+from lightning_memo.artifacts.swap_plan import PlanMemory
+from lightning_memo.planner.token_slices import plan_of_plain_training
 from lightning_memo.reports.plan_tables import plan_table
 from lightning_memo.reports.result_tables import Measurement, comparison_table
 
@@ -50,7 +52,7 @@ def plan():
             transient_device_bytes=GIB,
         ),
         budget=Budget(device_bytes=80 * GIB, host_bytes=120 * GIB),
-        swap=SwapPlan(mode="memo", alpha=0.25, schedule="layer", slice_tokens=8192, calls=n, slot_bytes=5 * MIB),
+        swap=alpha_swap(0.25, n, 5 * MIB, 65536, slice_tokens=8192),
         step_seconds=2.125,
         reason="Above alpha=0.25 a layer's copy would outlast its forward.",
     )
@@ -83,17 +85,17 @@ def test_what_goes_to_the_disk_is_told(plan):
     assert "disk" not in render(plan_table(plan))
     with_disk = replace(plan, budget=replace(plan.budget, spill_bytes=GIB))
     assert "disk needs 0 B, budget 1.0 GiB: not needed" in " ".join(render(plan_table(with_disk)).split())
-    spilled = replace(with_disk, swap=replace(plan.swap, spilled_calls=2))
+    spilled = replace(with_disk, swap=alpha_swap(0.25, 6, 5 * MIB, 65536, slice_tokens=8192, spilled_calls=2))
     told = "disk needs 10.0 MiB, budget 1.0 GiB: layer calls 0, 2 (2 of the 4 swapped)"
     assert told in " ".join(render(plan_table(spilled)).split())
 
 
 def test_without_a_limit_slices_are_not_mentioned(plan):
-    assert "slices" not in render(plan_table(replace(plan, swap=replace(plan.swap, slice_tokens=None))))
+    assert "slices" not in render(plan_table(replace(plan, swap=alpha_swap(0.25, 6, 5 * MIB, 65536))))
 
 
 def test_a_plain_plan_keeps_everything(plan):
-    swap = replace(plan.swap, mode="plain", alpha=0.0, slot_bytes=0)
+    swap = replace(plan.swap, storage=plan_of_plain_training(65536, 6), memory=PlanMemory())
     text = render(plan_table(replace(plan, swap=swap, step_seconds=0.0125, reason="Ample.")))
     assert row(text, "layers 0-5") == ["-", "-", "10.0 MiB"]
     assert "plain, nothing swapped or recomputed" in text

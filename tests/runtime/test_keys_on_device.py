@@ -18,7 +18,7 @@ SLICED: dict[str, Any] = {"slice_tokens": 4, "plan_memory": False}
 
 
 def backing(result: Any) -> tuple[int, str]:
-    return result.plan.swap.slice_tokens, result.plan.swap.host_backed
+    return result.plan.swap.storage.slice_tokens, result.plan.swap.host_backed
 
 
 @slow_if(lambda settings: "alpha" in settings or "host_backed" in settings)

@@ -136,7 +136,7 @@ def test_all_requests_of_a_family_are_served(family):
 
 def test_plain_mode_is_planned_too():
     planned, stats = run(strategy={"alpha": "auto"})
-    assert planned.plan.swap.mode == "plain"
+    assert planned.plan.swap.plain
     assert_all_hit(stats)
 
 

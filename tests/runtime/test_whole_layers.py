@@ -17,6 +17,7 @@ from support.trainer_harness import LanguageModel, Mixing, batches, fit, plain
 from torch import Tensor, nn
 
 from lightning_memo import MemoStrategy
+from lightning_memo.artifacts.tensor_kind_costs import ALL
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 LAYERS = 7
@@ -59,11 +60,13 @@ def test_memory_and_gradients(alpha: float, swapped: int) -> None:
     """Slots hold what layers save, host memory is what the plan says, and the results are bit-identical."""
     module = Watch(model)
     with pytest.warns(
-        UserWarning, match=f"one slice, and alpha={alpha} swaps {swapped} of {LAYERS} layer calls, because"
+        UserWarning,
+        match=f"one slice, and alpha={swapped / LAYERS:.4g} swaps {swapped} of {LAYERS} layer calls, because",
     ):
         result = fit(MemoStrategy(alpha=alpha), module, batches(data()))
     swap = result.plan.swap
-    assert swap.whole_layers and sum(map(swap.alpha_of, range(LAYERS))) == swapped
+    whole = [swap.storage.call(n).tokens(ALL) == swap.storage.tokens for n in range(LAYERS)]
+    assert len(swap.storage.calls) == 2 and sum(whole) == swapped
     assert (module.overflow_bytes, module.unplanned_slots) == (0, 0)
     assert module.peak_host_bytes == swap.host_bytes
     expected = plain(LanguageModel(model), batches(data()))
@@ -77,7 +80,7 @@ def test_a_plan_is_resumed(tmp_path: Any) -> None:
     first = fit(MemoStrategy(alpha=0.5), LanguageModel(model), batches(data()))
     path = tmp_path / "plan.json"
     first.plan.save(path)
-    with pytest.warns(UserWarning, match=f"one slice, and alpha=0.5 swaps 4 of {LAYERS} layer calls, because"):
+    with pytest.warns(UserWarning, match=f"one slice, and alpha=0.5714 swaps 4 of {LAYERS} layer calls, because"):
         again = fit(MemoStrategy(alpha=0.5, plan=path), LanguageModel(model), batches(data()))
     assert again.plan.swap == first.plan.swap
     assert again.losses == first.losses
@@ -89,7 +92,7 @@ def test_a_plan_that_cuts_layers_which_cannot_be_cut(tmp_path: Any) -> None:
     alike.plan.save(tmp_path / "plan.json")
     with pytest.warns(UserWarning, match="the plan is dropped, and the next batch is profiled: it cuts layers into"):
         result = fit(MemoStrategy(alpha=0.5, plan=tmp_path / "plan.json"), LanguageModel(mixing), batches(data()))
-    assert result.plan.swap.whole_layers and result.plan.swap.alpha == 0.5
+    assert len(result.plan.swap.storage.calls) == 2 and result.plan.swap.alpha == 4 / LAYERS
     assert result.losses == plain(LanguageModel(mixing), batches(data())).losses
 
 
@@ -119,7 +122,7 @@ def test_a_later_layer_that_cannot_be_cut_leaves_slices_to_no_layer(alpha: float
     with pytest.warns(UserWarning, match=NO_MEMORY_SAVED):
         result = fit(MemoStrategy(alpha=alpha, slice_tokens=16, plan_memory=False), module, batches(given))
     swap, longer = result.plan.swap, len(set(lengths)) > 1
-    assert (swap.host_backed, swap.mode) == ("none", "plain" if longer and alpha == "auto" else "memo")
+    assert (swap.host_backed, swap.plain) == ("none", longer and alpha == "auto")
     fit("auto", expected, batches(given))
     for mine, plainly in zip(module.gradients, expected.gradients, strict=True):
         assert max(gradient_errors(mine, plainly).values()) < BOUND
@@ -131,7 +134,7 @@ def test_a_plan_of_whole_layers_is_resumed_with_slices(tmp_path: Any) -> None:
     first.plan.save(path)
     with pytest.warns(UserWarning, match=NO_MEMORY_SAVED):
         again = fit(MemoStrategy(**settings, plan=path), LanguageModel(late), batches(data()))
-    assert again.plan.swap == first.plan.swap and first.plan.swap.whole_layers
+    assert again.plan.swap == first.plan.swap and len(first.plan.swap.storage.calls) == 2
 
 
 @slow_if(lambda alpha: alpha != 0.5)

@@ -315,9 +315,14 @@ def test_second_backward_slice_by_slice():
 # ---- plans
 
 
+def _merged(content, fields):
+    nested = {name: _merged(content[name], value) for name, value in fields.items() if isinstance(value, dict)}
+    return content | fields | nested
+
+
 def changed(**fields):
     def change(content):
-        return json.dumps(content | {name: content[name] | value for name, value in fields.items()})
+        return json.dumps(content | {name: _merged(content[name], value) for name, value in fields.items()})
 
     return change
 
@@ -332,10 +337,10 @@ PLANS = {
         lambda plan: json.dumps({name: value for name, value in plan.items() if name != "swap"}),
         ("wrong.json", "swap is missing"),
     ),
-    "alpha out of range": (changed(swap={"alpha": 7.0}), ("wrong.json", "alpha=7.0")),
-    "text for a number": (changed(swap={"calls": "four"}), ("wrong.json", "swap.calls", "an integer")),
-    "negative size": (changed(swap={"slot_bytes": -1}), ("wrong.json", "slot_bytes=-1")),
-    "more than the host has": (changed(swap={"slot_bytes": 2**50}), ("wrong.json", "host")),
+    "too few tokens": (changed(swap={"storage": {"tokens": 1}}), ("wrong.json", "a range ends at token")),
+    "text for a number": (changed(swap={"in_flight": "four"}), ("wrong.json", "swap.in_flight", "an integer")),
+    "negative size": (changed(swap={"memory": {"slot": -1}}), ("wrong.json", "slot=-1")),
+    "more than the host has": (changed(swap={"memory": {"host": 2**50}}), ("wrong.json", "host")),
 }
 
 

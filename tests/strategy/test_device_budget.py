@@ -79,7 +79,7 @@ def test_every_budget_is_kept_or_told_of(storage: str) -> None:
         assert plan.budget.device_bytes == device_bytes
         assert plan.device_excess_bytes == max(least - device_bytes, 0)
         assert len(told) == (max(plan.device_bytes, peak_bytes) > device_bytes), (device_bytes, peak_bytes, told)
-        assert (plan.swap.mode == "plain") == (device_bytes >= most)
+        assert (plan.swap.plain) == (device_bytes >= most)
 
 
 def test_a_larger_budget_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

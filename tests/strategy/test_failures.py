@@ -47,7 +47,7 @@ def test_out_of_memory_once(where, alpha):
     expected = plain(max_steps=6)
     assert result.losses[:3] == expected.losses[:3]  # from then on slices round, on some processors at once
     assert max(abs(a - b) for a, b in zip(result.losses, expected.losses, strict=True)) <= 3e-6
-    assert result.plan.swap.mode == "memo"
+    assert not result.plan.swap.plain
     assert result.plan.swap.alpha == 0.5 or alpha == "auto"
     assert set(result.held) == {0}
 
@@ -62,7 +62,7 @@ def test_out_of_memory_again_and_again():
     given = [text.partition(" with ")[2].partition(" (")[0] for text in told[:5]]
     assert given == ["alpha=1", "alpha=0.5", "alpha=0.25", "alpha=0.125", "alpha=0.0625"]
     assert 'slice_tokens=2, host_backed="none"' in told[5] and 'slice_tokens=1, host_backed="attention"' in told[6]
-    assert (result.plan.swap.slice_tokens, result.plan.swap.host_backed) == (1, "attention")
+    assert (result.plan.swap.storage.slice_tokens, result.plan.swap.host_backed) == (1, "attention")
     expected = plain(max_steps=9).losses
     assert result.losses == pytest.approx(expected, abs=3e-6)
     assert set(result.held) == {0}
@@ -77,7 +77,7 @@ def test_a_first_step_that_does_not_fit_runs_in_slices(where, rungs):
         result = fit(MemoStrategy(device_memory="1.5MiB"), Scarce({0: [where] * rungs}), max_steps=4)
     assert sum("with every layer recomputed" in str(w.message) for w in caught) == rungs
     expected = [(2, "none"), (1, "attention")][rungs - 1]
-    assert (result.plan.swap.slice_tokens, result.plan.swap.host_backed) == expected
+    assert (result.plan.swap.storage.slice_tokens, result.plan.swap.host_backed) == expected
     assert result.losses == pytest.approx(plain(max_steps=4).losses, abs=3e-6)
     assert set(result.held) == {0}
 

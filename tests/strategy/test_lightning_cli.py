@@ -44,7 +44,7 @@ def test_the_strategy_comes_from_the_file(tmp_path: Path, monkeypatch: pytest.Mo
     strategy = cli.trainer.strategy
     assert isinstance(strategy, MemoStrategy)
     assert (strategy.config.alpha, strategy.config.host_memory) == (0.25, "1GiB")
-    assert strategy.plan.swap.alpha == 0.25 and strategy.plan.swap.mode == "memo"
+    assert strategy.plan.swap.alpha == 0.25 and not strategy.plan.swap.plain
     assert cli.trainer.global_step == 2
 
 

@@ -133,7 +133,7 @@ def test_outliers_are_those_of_all_tokens() -> None:
 def test_packed_weights_do_not_leave_the_device() -> None:
     """A slot has no more in it than that of a model whose frozen weights are not quantised."""
     slots = [
-        fit(MemoStrategy(alpha=1.0), Adapters(quantise), loader(tokens=_TOKENS)).plan.swap.slot_bytes
+        fit(MemoStrategy(alpha=1.0), Adapters(quantise), loader(tokens=_TOKENS)).plan.swap.memory.slot
         for quantise in (KINDS["bitsandbytes NF4"], lambda model: None)
     ]
     assert 0 < slots[0] <= slots[1]

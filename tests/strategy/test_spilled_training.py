@@ -46,18 +46,18 @@ def train(max_steps: int = 3, callbacks: tuple[Callback, ...] = (), **settings: 
 
 def test_training_is_the_same_in_less_host_memory(disk: Path) -> None:
     expected = train()
-    slot_bytes = expected.plan.swap.slot_bytes
+    slot_bytes = expected.plan.swap.memory.slot
     host_memory = 2 * slot_bytes + SpillLayout(slot_bytes).bounce_bytes
     spilled = train(host_memory=host_memory, spill_path=disk)
     assert spilled.losses == expected.losses
-    assert spilled.plan.swap.spilled_calls == 4
+    assert len(spilled.plan.swap.spilled_calls) == 4
     assert expected.plan.swap.host_bytes > host_memory >= spilled.plan.swap.host_bytes
     assert spilled.held == [0, 0, 0]
     assert list(disk.iterdir()) == [] and spill_threads() == []
 
 
 def test_a_saved_plan_is_used_where_the_disk_has_room(disk: Path) -> None:
-    slot_bytes = train(max_steps=1).plan.swap.slot_bytes
+    slot_bytes = train(max_steps=1).plan.swap.memory.slot
     settings = {"host_memory": 3 * slot_bytes, "spill_path": disk, "max_steps": 1}
     made = train(**settings)
     made.plan.save("plan.json")
@@ -78,14 +78,14 @@ class Failing(Callback):
 
 
 def test_an_exception_leaves_nothing_on_the_disk(disk: Path) -> None:
-    slot_bytes = train(max_steps=1).plan.swap.slot_bytes
+    slot_bytes = train(max_steps=1).plan.swap.memory.slot
     with pytest.raises(KeyError):
         train(host_memory=slot_bytes * 3, spill_path=disk, callbacks=(Failing(),))
     assert list(disk.iterdir()) == [] and spill_threads() == []
 
 
 def test_a_full_disk_ends_the_fit_and_the_process_goes_on(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slot_bytes = train(max_steps=1).plan.swap.slot_bytes
+    slot_bytes = train(max_steps=1).plan.swap.memory.slot
 
     def refuse(_: int, __: int, size_bytes: int) -> None:
         if size_bytes > 2 * SpillLayout(slot_bytes).region_bytes:
@@ -96,12 +96,12 @@ def test_a_full_disk_ends_the_fit_and_the_process_goes_on(disk: Path, monkeypatc
         with pytest.raises(SpillError, match=r"spilling needs .* free \(No space left on device\): free space"):
             train(host_memory=slot_bytes * 3, spill_path=disk)
     assert spill_threads() == []
-    assert train(host_memory=slot_bytes * 3, spill_path=disk).plan.swap.spilled_calls > 0
+    assert train(host_memory=slot_bytes * 3, spill_path=disk).plan.swap.spilled_calls
 
 
 def test_a_disk_that_is_not_needed_is_told(disk: Path) -> None:
     with listening() as heard:
-        assert train(max_steps=1, spill_path=disk).plan.swap.spilled_calls == 0
+        assert train(max_steps=1, spill_path=disk).plan.swap.spilled_calls == ()
     assert any("spill_path is not needed, because the host has room for all" in line for line in heard)
 
 
@@ -140,7 +140,7 @@ def test_processes_spill_into_one_folder(disk: Path) -> None:
     # Each of the two has too little for the two layers that are swapped.
     tight = {"host_memory": 2 * (2 * slot_bytes - 1), "spill_path": str(disk)}
     spilled = train_together(2, run, settings | tight, after=swap_plan)
-    assert [swap.spilled_calls for swap in spilled.notes["swap"]] == [2, 2]
+    assert [len(swap.spilled_calls) for swap in spilled.notes["swap"]] == [2, 2]
     assert spilled.losses == expected.losses
     assert all(torch.equal(weight, expected.weights[name]) for name, weight in spilled.weights.items())
     assert list(disk.iterdir()) == []

@@ -45,7 +45,7 @@ def test_trains_as_plain_within_both_budgets(tmp_path: Path) -> None:
     result = fit(strategy(), LanguageModel("llama_gqa"), default_root_dir="run")
     assert result.losses == pytest.approx(expected, rel=1e-5)
     swap, memory = result.plan.swap, result.trainer.strategy.memory
-    assert swap.storage is not None and memory is not None
+    assert not swap.storage.has_one_alpha and memory is not None
     assert 0 < swap.host_bytes <= 100 * KIB
     assert result.plan.device_bytes <= result.plan.budget.device_bytes
     assert result.held == [0] * len(result.losses)
@@ -69,7 +69,7 @@ def test_a_plan_of_another_schedule(host_memory: str, tmp_path: Path) -> None:
     budget = BUDGET | {"host_memory": host_memory}
     first = fit(MemoStrategy(**budget), LanguageModel("llama_gqa"), max_steps=1)
     first.plan.save(tmp_path / "plan.json")
-    assert first.plan.swap.storage is not None and first.plan.swap.schedule == "layer"
+    assert not first.plan.swap.storage.has_one_alpha and first.plan.swap.schedule == "layer"
     again = MemoStrategy(schedule="nest", **budget, plan=tmp_path / "plan.json")
     if host_memory == "40KiB":
         with pytest.warns(UserWarning, match="attention runs over all tokens at once, and its outputs have no place"):
@@ -84,7 +84,7 @@ def test_a_plan_of_one_alpha_is_made_anew(tmp_path: Path) -> None:
     fit(of_alpha, LanguageModel("llama_gqa"), max_steps=1).plan.save(tmp_path / "plan.json")
     with pytest.warns(UserWarning, match='made for storage="alpha"'):
         result = fit(strategy(plan=tmp_path / "plan.json"), LanguageModel("llama_gqa"), max_steps=1)
-    assert result.plan.swap.storage is not None
+    assert not result.plan.swap.storage.has_one_alpha
 
 
 def _plan_of(trainer: Any) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def test_processes_with_the_same_layers_have_the_same_plan(stage: int, device_me
     settings = {"storage": "kinds", "zero_stage": stage, "device_memory": device_memory, "host_memory": "200KiB"}
     together = train_together(2, run, settings, _plan_of)
     first, second = together.notes["swap"]
-    assert first.storage is not None and first.executed == second.executed
+    assert first.executed == second.executed
     errors = together.worst_error(train_alone(run))
     assert max(errors.values()) <= 1e-4
 
@@ -109,14 +109,14 @@ def test_processes_with_the_same_layers_have_the_same_plan(stage: int, device_me
 def test_kinds_are_planned_by_default(schedule: str) -> None:
     result = fit(MemoStrategy(schedule=schedule, **BUDGET), LanguageModel("llama_gqa"))
     assert result.plan.swap.schedule == ("nest" if schedule == "nest" else "layer")
-    assert result.plan.swap.storage is not None
+    assert not result.plan.swap.storage.has_one_alpha
     assert result.losses == pytest.approx(plain(LanguageModel("llama_gqa")).losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("settings", [{"alpha": 0.25}, {"slice_tokens": 16}, {"storage": "alpha"}], ids=str)
 def test_alpha_is_planned_where_kinds_cannot_be(settings: dict[str, Any]) -> None:
     result = fit(MemoStrategy(**BUDGET | {"host_memory": "1MiB"} | settings), LanguageModel("llama_gqa"))
-    assert result.plan.swap.mode == "memo" and result.plan.swap.storage is None
+    assert not result.plan.swap.plain and result.plan.swap.storage.has_one_alpha
     assert result.losses == pytest.approx(plain(LanguageModel("llama_gqa")).losses, rel=1e-5)
 
 
@@ -126,7 +126,7 @@ def test_alpha_is_planned_where_the_program_finds_nothing() -> None:
         fit(strategy(**budget), LanguageModel("llama_gqa"), max_steps=1)
     with pytest.warns(UserWarning, match="more than the budget"):
         result = fit(MemoStrategy(**budget), LanguageModel("llama_gqa"), max_steps=3)
-    assert result.plan.swap.alpha == 0.0 and result.plan.swap.storage is None
+    assert result.plan.swap.alpha == 0.0 and result.plan.swap.storage.has_one_alpha
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_the_faster_plan_that_fits_is_used(
 
     monkeypatch.setattr(activation_planner, "plan_by_kind", expected)
     result = fit(MemoStrategy(**BUDGET | settings), LanguageModel("llama_gqa"))
-    assert (result.plan.swap.storage is not None) == by_kind
+    assert (not result.plan.swap.storage.has_one_alpha) == by_kind
     assert result.losses == pytest.approx(plain(LanguageModel("llama_gqa")).losses, rel=1e-5)
 
 
@@ -200,7 +200,7 @@ def test_what_cannot_be_held_is_told() -> None:
     with pytest.raises(StorageError, match=r"lacks .*: raise device_memory, or shorten"):
         plan_kinds(
             LAYERS, COSTS, StorageBudget(device_bytes=2000, host_bytes=MIB), LABEL, tile_tokens=1,
-            stored_bytes=rounded(1),
+            memory_of=rounded(1),
         )  # fmt: skip
 
 

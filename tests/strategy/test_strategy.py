@@ -101,14 +101,14 @@ def test_model_built_anywhere(family, in_configure_model, alpha):
     """A plain training_step works, with the model built in `__init__` or in `configure_model`."""
     result = fit(MemoStrategy(alpha=alpha), LanguageModel(family, in_configure_model))
     assert_as_plain(result, plain_of(LanguageModel, family, in_configure_model), alpha)
-    assert (result.plan.swap.mode, result.plan.swap.alpha) == ("memo", alpha)
+    assert (result.plan.swap.plain, result.plan.swap.alpha) == (False, alpha)
 
 
 def test_auto_alpha_swaps_where_the_device_is_small(capsys):
     """alpha="auto" with little device memory recomputes or swaps, and shows the plan."""
     result = fit(MemoStrategy(device_memory=SMALL_DEVICE))
     shown = capsys.readouterr().out
-    assert result.plan.swap.mode == "memo"
+    assert not result.plan.swap.plain
     assert 0.0 <= result.plan.swap.alpha <= 1.0
     assert result.plan.swap.host_bytes > 0
     assert "mode    memo, alpha=" in shown
@@ -120,7 +120,7 @@ def test_auto_alpha_trains_plainly_where_the_device_is_ample(capsys):
     """alpha="auto" with ample device memory falls back to plain training, and says so."""
     result = fit(MemoStrategy(device_memory=AMPLE_DEVICE))
     shown = " ".join(capsys.readouterr().out.split())
-    assert result.plan.swap.mode == "plain"
+    assert result.plan.swap.plain
     assert "mode plain, nothing swapped or recomputed" in shown
     assert "Device memory is ample" in shown
     assert result.trainer.strategy.plan.swap.host_bytes == 0
@@ -130,7 +130,7 @@ def test_auto_alpha_trains_plainly_where_the_device_is_ample(capsys):
 def test_small_slices():
     """slice_tokens bounds the slices, and changes nothing but rounding."""
     result = fit(MemoStrategy(alpha=0.5, slice_tokens=5))
-    assert result.plan.swap.slice_tokens == 5
+    assert result.plan.swap.storage.slice_tokens == 5
     assert_as_plain(result, plain_of(), 0.5)
 
 
@@ -786,7 +786,7 @@ def test_layer_that_mixes_tokens_is_not_cut(alpha):
         result = fit(MemoStrategy(alpha=alpha, device_memory=SMALL_DEVICE), LanguageModel(mixing_model))
     line = "layers run as one slice.*, because Mixing may not compute each token by itself"
     assert any(re.search(line, str(each.message)) for each in caught) == (alpha not in (0.0, 1.0))
-    assert result.plan.swap.mode == "memo"
+    assert not result.plan.swap.plain
     assert_as_plain(result, plain_of(LanguageModel, mixing_model), 1.0)
 
 
@@ -796,7 +796,7 @@ def test_slices_that_nobody_gets(settings, told):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = fit(MemoStrategy(**settings), LanguageModel(mixing_model))
-    assert (result.plan.swap.mode == "plain") != told
+    assert (result.plan.swap.plain) != told
     assert any("layers run as one slice" in str(each.message) for each in caught) == told
 
 

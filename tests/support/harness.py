@@ -19,8 +19,9 @@ from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.bootstrap_plan import host_backed_bytes
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.modules.layer_probe import LayerTraits
-from lightning_memo.planner.token_slices import TokenRange, slice_slot_bytes, slice_tokens_by_alpha, slot_bytes
+from lightning_memo.planner.token_slices import TokenRange, plan_of_alpha, slice_slot_bytes, slot_bytes
 from lightning_memo.utils.find_layers import find_stacks
+from support.alpha_plans import alpha_swap, slices_at
 from support.devices import DEVICE
 
 DELAYS = TestMode(seed=1, longest_delay_seconds=0.0005)
@@ -204,15 +205,14 @@ class EngineUnderTest:
         engine.script = script
         if script is None:
             longest = None if engine.layer_classes.why_whole else slice_tokens or self.slice_tokens
-            script = slice_tokens_by_alpha(tokens or profile.tokens, alpha, longest)
+            script = slices_at(tokens or profile.tokens, alpha, longest)
         if self.host_backed != "none":
             return self._load_streamed(profile, alpha, script)
         schedule = engine.layer_classes.schedule
         predicted = tuple(slot_bytes(c.saved, profile.tokens, script, schedule) for c in profile.in_order())
-        plan = SwapPlan(
-            mode="memo", alpha=alpha, schedule=schedule, slice_tokens=slice_tokens,
-            calls=len(profile.calls), slot_bytes=max(predicted), spilled_calls=spilled_calls,
-            precision=engine.settings.swap_precision,
+        plan = alpha_swap(
+            alpha, len(profile.calls), max(predicted), profile.tokens, schedule=schedule, slice_tokens=slice_tokens,
+            spilled_calls=spilled_calls, precision=engine.settings.swap_precision,
         )  # fmt: skip
         engine.load(plan, profile.batch * profile.tokens)
         return predicted
@@ -222,11 +222,12 @@ class EngineUnderTest:
         engine = self.engine
         sizes = host_backed_bytes(engine, profile.saved_by_calls, slices, self.host_backed)
         plan = SwapPlan(
-            mode="memo", alpha=alpha, schedule=engine.layer_classes.schedule, slice_tokens=self.slice_tokens,
-            calls=len(profile.calls), slot_bytes=sizes.slot, host_backed=self.host_backed,
-            streamed_host_bytes=sizes.host, gradient_host_bytes=sizes.gradients,
-            state_host_bytes=sizes.states, staging_bytes=sizes.staging, precision=engine.settings.swap_precision,
-        )  # fmt: skip
+            storage=plan_of_alpha(slices[-1].stop, alpha, len(profile.calls), slice_tokens=self.slice_tokens),
+            memory=sizes.memory,
+            schedule=engine.layer_classes.schedule,
+            host_backed=self.host_backed,
+            precision=engine.settings.swap_precision,
+        )
         self.engine.load(plan, profile.batch * slices[-1].stop)
         return tuple(sum(slice_slot_bytes(c.saved, profile.slice_tokens, slices)) for c in profile.in_order())
 

@@ -365,4 +365,4 @@ def is_exact(configuration: Configuration, run: Trained) -> bool:
     whole = one_slice and swap.alpha in (0.0, 1.0)
     chunked = isinstance(configuration.strategy.get("loss_chunk_tokens"), int)
     ungrouped = configuration.shape.get("num_key_value_heads", heads) == heads
-    return same_attention and ungrouped and whole and not chunked and swap.storage is None
+    return same_attention and ungrouped and whole and not chunked and swap.storage.has_one_alpha

@@ -8,8 +8,9 @@ from lightning_memo.estimate.precision_bytes import ElementBytes
 from lightning_memo.estimate.saved_tensors import layer_activations
 from lightning_memo.estimate.slice_settings import saved_bytes
 from lightning_memo.estimate.step_buffers import HuggingFaceStep
-from lightning_memo.planner.token_slices import slice_tokens_by_alpha, slot_bytes
+from lightning_memo.planner.token_slices import slot_bytes
 from lightning_memo.shapes.model_shape import ModelShape
+from support.alpha_plans import slices_at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,4 +59,4 @@ def slot_bytes_by_alpha(shape: ModelShape, *, sizes: ElementBytes, tokens: int, 
         alpha: Fraction of the tokens whose activations are swapped.
     """
     saved = list(saved_bytes(shape, sizes=sizes, tokens=tokens))
-    return slot_bytes(saved, tokens, slice_tokens_by_alpha(tokens, alpha), "layer")
+    return slot_bytes(saved, tokens, slices_at(tokens, alpha), "layer")

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memo.artifacts.slot_layouts import compressed_bytes
-from lightning_memo.artifacts.swap_plan import SlotSize
 from lightning_memo.artifacts.tensor_kind_costs import Place
 from lightning_memo.engine.layers.call_meter import CallMeter
 from lightning_memo.engine.memory.noted_tensors import NotedTensor
@@ -86,7 +85,7 @@ class StoragePolicy:
         swap: Whether slots leave the device.
         per_slice: Whether every slice has a slot of its own, and attention reads earlier keys and values from the host;
             otherwise the call has one slot.
-        size: Size of the call's slot; `None` for the largest.
+        disk_bytes: Bytes of the call's slot that go to the disk.
         states_on_host: Whether hidden states between layers, and their gradients, are on the host.
         compresses: Whether tensors are compressed in slots where that is possible (`swap_precision`).
     """
@@ -94,7 +93,7 @@ class StoragePolicy:
     memory: SlotMemory | None
     swap: bool
     per_slice: bool = False
-    size: SlotSize | None = None
+    disk_bytes: int = 0
     states_on_host: bool = False
     compresses: bool = False
 
@@ -117,7 +116,7 @@ class CallStorage:
     def __init__(self, groups: OffloadGroups, policy: StoragePolicy, meter: CallMeter, layer: nn.Module) -> None:
         self._groups, self._policy, self._meter, self._layer = groups, policy, meter, layer
         self.memory = policy.memory
-        self.group = None if policy.per_slice else groups.open(policy.memory, policy.swap, policy.size)
+        self.group = None if policy.per_slice else groups.open(policy.memory, policy.swap, policy.disk_bytes)
         self.resident = ResidentTensors()
 
     @property

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_memo.artifacts.storage_plan import StoragePlan
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.modules.layer_forward import read_call
 from lightning_memo.engine.modules.layer_probe import LayerTraits
@@ -18,7 +19,7 @@ from lightning_memo.engine.recurrence import HandedStates
 from lightning_memo.parallel.batches.token_layout import CurrentLayout, TokenLayout, slice_multiple
 from lightning_memo.parallel.context.context_groups import ContextGroups
 from lightning_memo.parallel.ranks import Ranks
-from lightning_memo.planner.token_slices import TokenRange, slice_tokens_by_alpha
+from lightning_memo.planner.token_slices import TokenRange, plan_of_alpha, slices_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +97,22 @@ class SequenceCutter:
 
     Attributes:
         outside: Whether slices are ranges of the whole sequence, each of which context-parallel processes share.
+        multiple: Slices begin at multiples of this many tokens.
     """
 
     def __init__(self, sharing: TokenSharing, settings: RequestedSettings) -> None:
         self.outside = sharing.context is not None and settings.may_stream
-        self._multiple = 1
+        self.multiple = 1
         if sharing.context is not None and self.outside:
-            self._multiple = slice_multiple(sharing.context.ring_size, sharing.context.ulysses_size, sharing.shards)
+            self.multiple = slice_multiple(sharing.context.ring_size, sharing.context.ulysses_size, sharing.shards)
 
-    def cut(self, tokens: int, alpha: float, longest: int | None) -> tuple[TokenRange, ...]:
-        """Return slices of `tokens` tokens, swapped up to `alpha`, each of at most `longest` tokens."""
-        return slice_tokens_by_alpha(tokens, alpha, longest, self._multiple)
+    def slices(self, plan: StoragePlan, tokens: int, call: int = 0) -> tuple[TokenRange, ...]:
+        """Return the slices of a layer call with `tokens` tokens by a plan."""
+        return slices_of(plan, call, tokens, self.multiple)
+
+    def recomputed(self, tokens: int, longest: int | None) -> tuple[TokenRange, ...]:
+        """Return the slices of a step without a plan, which recomputes all tokens, at most `longest` at once."""
+        return self.slices(plan_of_alpha(tokens, 0.0, slice_tokens=longest, multiple=self.multiple), tokens)
 
 
 def check_tokens(layout: TokenLayout | None, tokens: int) -> None:

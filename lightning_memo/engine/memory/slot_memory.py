@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lightning_memo.artifacts.slot_layouts import whole_blocks
-from lightning_memo.artifacts.swap_plan import SlotSize
 from lightning_memo.engine.copy_streams import (
     AllOf,
     CopyError,
@@ -125,9 +124,6 @@ class SlotMemory:
         host_bytes: Host memory of the plan, including `gradient_bytes`, `state_bytes` and the spill's bounce buffers.
         device: Where the layers run.
         test_mode: Random delays and poisoned buffers that reveal copy races.
-        whole_slots: Whether the host buffer of a slot has the size of the host share and is acquired with the lease.
-            Otherwise it has the size of the bytes that were put, is acquired at the first offload, and is filled by
-            one copy.
         gradient_bytes: Host memory for gradients of keys and values.
         spill: The spill file and its copy streams, if the plan spills.
         state_bytes: Host memory for hidden states between layers, and for their gradients.
@@ -143,7 +139,6 @@ class SlotMemory:
     host_bytes: int
     device: torch.device
     test_mode: TestMode | None = None
-    whole_slots: bool = True
     gradient_bytes: int = 0
     spill: Spill | None = None
     state_bytes: int = 0
@@ -189,24 +184,21 @@ class SlotMemory:
         """What occupies the rounding buffer in which a tensor lies; `None` outside of these."""
         return self._rounding.occupant(t)
 
-    def lease(self, call: int, swap: bool, size: SlotSize | None = None) -> Slot:
+    def lease(self, call: int, swap: bool, disk_bytes: int = 0) -> Slot:
         """Return a slot with a device buffer that the forward can write into.
 
         Args:
             call: Number of the layer call.
             swap: Whether the slot leaves the device.
-            size: Size of the slot; `None` for the largest, all of which goes to the host.
+            disk_bytes: Bytes of the slot that go to the disk; the others go to the host.
         """
-        size = size or SlotSize(self.slot_bytes)
-        split = size.total_bytes - size.disk_bytes
-        slot = Slot(None, SlotShare(0, split), SlotShare(split, size.total_bytes), swap)
+        split = self.slot_bytes - disk_bytes
+        slot = Slot(None, SlotShare(0, split), SlotShare(split, self.slot_bytes), swap)
         if self.recorder is not None:
             slot.subject = self.recorder.subject
         self._enter_device(slot, call)
-        if swap and self.whole_slots and split:
-            self._take_host(slot, split)
-        if swap and size.disk_bytes and self.spill is not None:
-            slot.disk = self.spill.take(size.disk_bytes)
+        if swap and disk_bytes and self.spill is not None:
+            slot.disk = self.spill.take(disk_bytes)
         return slot
 
     def offload(self, slot: Slot) -> None:
@@ -218,10 +210,10 @@ class SlotMemory:
     def _offload_to_host(self, slot: Slot) -> None:
         share = slot.to_host
         stop = share.used_bytes
-        if not stop:
+        if not stop or not slot.swap:
             return
-        if slot.swap and not self.whole_slots and slot.host is None:
-            self._take_host(slot, stop)
+        slot.host = self.arena.acquire(stop)
+        self._note_peak()
         if slot.host is None:
             return
         assert slot.buffer is not None
@@ -357,10 +349,6 @@ class SlotMemory:
     def _enter_device(self, slot: Slot, call: int) -> None:
         if not self._rounding.enter(slot, call):
             self.stats.unplanned_slots += 1
-
-    def _take_host(self, slot: Slot, size_bytes: int) -> None:
-        slot.host = self.arena.acquire(size_bytes)
-        self._note_peak()
 
     def _note_peak(self) -> None:
         in_use = sum(arena.bytes_in_use for arena in self._arenas) + self._bounce_bytes

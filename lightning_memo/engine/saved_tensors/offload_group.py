@@ -12,7 +12,6 @@ from typing import Final, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_memo.artifacts.swap_plan import SlotSize
 from lightning_memo.engine.memory.block_reader import HostRange
 from lightning_memo.engine.memory.noted_tensors import NotedTensor
 from lightning_memo.engine.memory.saved_storages import Registry, flat
@@ -91,17 +90,17 @@ class OffloadGroup:
         key: Position among the groups that are alive, in the order of the forward.
         memory: The memory in which the slot is leased; `None` if all tensors stay on the device.
         swap: Whether the slot leaves the device.
-        size: Size of the slot; `None` for the largest.
+        disk_bytes: Bytes of the slot that go to the disk.
 
     Attributes:
         slot: The slot; `None` if all tensors stay on the device.
     """
 
     def __init__(
-        self, groups: OffloadGroups, key: int, memory: SlotMemory | None, swap: bool, size: SlotSize | None = None
+        self, groups: OffloadGroups, key: int, memory: SlotMemory | None, swap: bool, disk_bytes: int = 0
     ) -> None:
         self.key = key
-        self.slot = None if memory is None else memory.lease(key, swap, size)
+        self.slot = None if memory is None else memory.lease(key, swap, disk_bytes)
         self._groups = groups
         self._memory = memory
         self._registry: Registry[SlotView] = Registry()
@@ -196,9 +195,9 @@ class OffloadGroup:
 class OffloadGroups(ForwardOrder[OffloadGroup]):
     """The offload groups that are alive, in the order of the forward; the backward needs them in reverse order."""
 
-    def open(self, memory: SlotMemory | None, swap: bool, size: SlotSize | None = None) -> OffloadGroup:
+    def open(self, memory: SlotMemory | None, swap: bool, disk_bytes: int = 0) -> OffloadGroup:
         """Return a new group behind those that are alive; see :class:`OffloadGroup` for the arguments."""
-        group = OffloadGroup(self, self.next_key, memory, swap, size)
+        group = OffloadGroup(self, self.next_key, memory, swap, disk_bytes)
         self.add(group.key, group)
         return group
 

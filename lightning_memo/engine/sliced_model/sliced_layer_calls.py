@@ -81,8 +81,11 @@ def slice_by_slice(engine: SequenceServices, layout: TokenLayout, batch: int) ->
             'backward first, or use schedule="layer"'
         )
     planned = None if engine.profiles(batch, layout.tokens) else engine.swap
-    alpha, longest = (0.0, engine.settings.slice_tokens) if planned is None else (planned.alpha, planned.slice_tokens)
-    engine.sequence = SequenceRun(engine.cutter.cut(layout.tokens, alpha, longest))
+    if planned is None:
+        slices = engine.cutter.recomputed(layout.tokens, engine.settings.slice_tokens)
+    else:
+        slices = engine.cutter.slices(planned.storage, layout.tokens)
+    engine.sequence = SequenceRun(slices)
     current = engine.sharing.current_layout
     current.layout = layout
     try:

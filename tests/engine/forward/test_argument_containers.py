@@ -115,7 +115,7 @@ def test_plain_steps_and_validation() -> None:
     settings = {"max_steps": 2, "val_check_interval": 1, "limit_val_batches": 1}
     result = fit(MemoStrategy(), LanguageModel(CASES["written dict"]), loader(), loader(), **settings)
     expected = plain(LanguageModel(CASES["written dict"]), loader(), val_data=loader(), **settings)
-    assert result.losses == expected.losses and result.plan.swap.mode == "plain"
+    assert result.losses == expected.losses and result.plan.swap.plain
 
 
 @pytest.mark.parametrize("case", ["dict", "written dict", "list"])

@@ -95,7 +95,7 @@ def test_plain_steps_and_validation() -> None:
     settings = {"max_steps": 2, "val_check_interval": 1, "limit_val_batches": 1}
     result = fit(MemoStrategy(), LanguageModel(build), loader(), loader(), **settings)
     expected = plain(LanguageModel(build), loader(), val_data=loader(), **settings)
-    assert result.losses == expected.losses and result.plan.swap.mode == "plain"
+    assert result.losses == expected.losses and result.plan.swap.plain
 
 
 @dataclass

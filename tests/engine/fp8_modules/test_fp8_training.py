@@ -51,7 +51,7 @@ def test_whole_layers_train_bit_by_bit_as_plainly(te: Any, recipe: str, alpha: f
     """At every alpha, which is the fraction of the layers that are swapped."""
     _, expected = trained(None, InFp8(recipe_of(recipe)), max_steps=5)
     result, found = trained(strategy(alpha), InFp8(recipe_of(recipe)), max_steps=5)
-    assert result.plan.swap.mode == "memo" and result.plan.swap.alpha == alpha
+    assert not result.plan.swap.plain and result.plan.swap.alpha == alpha
     compare(found, expected)
 
 
@@ -173,7 +173,7 @@ def test_layers_that_were_cut_run_whole_in_fp8(te: Any) -> None:
     module = FromThirdStep(recipe_of("current"), lambda: blocks_of(GatedBlock))
     with pytest.warns(UserWarning, match="Linear of GatedBlock computes in TransformerEngine's FP8.*as one slice now"):
         result, _ = trained(strategy(0.5), module, max_steps=4)
-    assert not result.plan.swap.whole_layers
+    assert len(result.plan.swap.storage.calls) == 1
     assert result.losses == pytest.approx(losses, rel=1e-6)
 
 
@@ -185,7 +185,7 @@ class _ByKind(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.noted.append(trainer.strategy.plan.swap.storage is not None)
+        self.noted.append(not trainer.strategy.plan.swap.storage.has_one_alpha)
 
 
 def test_a_plan_by_kinds_ends_when_fp8_begins(te: Any) -> None:

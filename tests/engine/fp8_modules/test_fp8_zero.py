@@ -119,7 +119,7 @@ def by_strategy(run: Run, alpha: Any) -> list[Tensor]:
         use_distributed_sampler=False,
     )
     trainer.fit(module, DataLoader(rows(STEPS * run.accumulate), batch_size=None))  # type: ignore[arg-type]
-    assert trainer.strategy.plan.swap.mode == "memo"
+    assert not trainer.strategy.plan.swap.plain
     return noted(module, module.losses, gradients.noted, scales.noted)
 
 
@@ -133,7 +133,7 @@ def by_loop(run: Run, alpha: Any = None) -> list[Tensor]:
         memo = MemoLoop(module.model, optimizer, alpha=alpha, plan_memory=False)
     with memo:
         _steps(module, optimizer, run, losses, gradients, scales)
-        assert alpha is None or memo.plan.swap.mode == "memo"
+        assert alpha is None or not memo.plan.swap.plain
     return noted(module, losses, gradients, scales)
 
 

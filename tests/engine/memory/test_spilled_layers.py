@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.alpha_plans import alpha_swap
 from support.families import make_batch
 from support.harness import DELAYS, EngineUnderTest, Step, assert_equal
 from support.markers.slow import slow_if
@@ -17,7 +18,6 @@ from support.samples.spilled import SWAPPED_CALLS, Counted, build
 
 from lightning_memo.artifacts import slot_layouts as spill_layout
 from lightning_memo.artifacts.slot_layouts import BLOCK_BYTES
-from lightning_memo.artifacts.swap_plan import SlotSize, SwapPlan
 from lightning_memo.engine.memory.slot import Slot
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.memory.spill_file import SpillError
@@ -87,7 +87,7 @@ def test_a_slot_may_go_to_the_host_in_part(tmp_path: Path) -> None:
         under_test.load(1.0, spilled_calls=1)
         memory = under_test.engine.memory
         assert memory is not None and memory.spill is not None
-        slot = memory.lease(0, swap=True, size=SlotSize(memory.slot_bytes, 5000))
+        slot = memory.lease(0, swap=True, disk_bytes=5000)
         tensors = [torch.full((n,), float(n)) for n in (100, 200, 300, 900)]
         stored = [slot.put(t, spill=t.numel() > 250) for t in tensors]
         assert slot.put(torch.empty(BLOCK_BYTES), spill=True) is None
@@ -103,11 +103,7 @@ def test_a_slot_may_go_to_the_host_in_part(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("calls", "spilled"), [(4, 2), (5, 2), (30, 7), (30, 30), (30, 0)])
 def test_spilled_calls_are_spread(calls: int, spilled: int) -> None:
-    swap = SwapPlan(
-        mode="memo", alpha=0.5, schedule="layer", slice_tokens=None, calls=calls + 2, slot_bytes=64,
-        spilled_calls=spilled,
-    )  # fmt: skip
-    chosen = [call for call in range(calls + 2) if swap.spills(call)]
+    chosen = alpha_swap(0.5, calls + 2, 64, spilled_calls=spilled).spilled_calls
     assert len(chosen) == spilled and all(call < calls for call in chosen)
     gaps = {b - a for a, b in zip(chosen, [*chosen[1:], calls + chosen[0]], strict=True)} if chosen else {1}
     assert max(gaps) - min(gaps) <= 1

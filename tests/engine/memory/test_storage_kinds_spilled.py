@@ -63,11 +63,11 @@ def test_gradients_and_bytes_of_plans_that_spill(tmp_path: Path, monkeypatch: py
         under_test.assert_as_planned()
         engine = under_test.engine
         assert engine.swap is not None and engine.memory is not None
-        spilled = engine.swap.stored_spill_bytes[:-2]
+        spilled = engine.swap.memory.spill[:-2]
         assert [size > 0 for size in spilled] == [True, False, True, False]
         assert sum(written.sizes) == sum(read.sizes) == engine.swap.spill_bytes == sum(map(whole_blocks, spilled))
         bounce = SpillLayout(max(spilled)).bounce_bytes
-        assert engine.memory.stats.peak_host_bytes == engine.host_bytes == engine.swap.stored_host_bytes + bounce
+        assert engine.memory.stats.peak_host_bytes == engine.host_bytes == engine.swap.memory.host + bounce
 
 
 def test_a_full_disk_refuses_the_plan_and_the_engine_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_host_and_disk_are_kept_to_the_byte(unit: int) -> None:
     assert plan.step_seconds < without.step_seconds
     assert plan.swap.spill_bytes > 0 and plan.budget == budget.capacities
     assert 0.9 * budget.host_bytes < plan.swap.host_bytes <= budget.host_bytes
-    assert plan.swap.host_bytes == plan.swap.stored_host_bytes + plan.swap.spill_layout.bounce_bytes
+    assert plan.swap.host_bytes == plan.swap.memory.host + plan.swap.spill_layout.bounce_bytes
     assert plan.device_bytes <= budget.device_bytes
     assert Plan.from_json(plan.to_json()) == plan
     tight = replace_capacity(budget, plan.swap.spill_bytes // 2 + 1)
@@ -134,7 +134,7 @@ def test_bounce_buffers_fit_a_small_host() -> None:
 @pytest.mark.parametrize("host_mib", [6, 12, 24])
 def test_what_bounce_buffers_lack_is_host_memory(host_mib: int) -> None:
     plan = planned(budget_of(host_mib, disk_of(2e8, gib=64)))
-    assert plan.swap.storage is not None and plan.swap.spill_bytes > 0
+    assert not plan.swap.storage.has_one_alpha and plan.swap.spill_bytes > 0
     rows = {row.resource: row for row in resource_sensitivities(plan.swap.storage)}
     assert (rows["host memory"].limit, rows["host memory"].binds) == (host_mib, True)
     assert rows["host memory"].used == plan.swap.host_bytes / MIB
@@ -178,7 +178,7 @@ def test_training_is_resumed_with_the_plan_that_spills(disk: Path) -> None:
     saver = ModelCheckpoint("saved", every_n_train_steps=2, save_top_k=-1)
     whole = train(4, disk, callbacks=[saver], enable_checkpointing=True)
     swap = whole.plan.swap
-    assert swap.storage is not None and swap.spill_bytes > 0
+    assert not swap.storage.has_one_alpha and swap.spill_bytes > 0
     assert swap.host_bytes <= 160 * KIB and whole.plan.device_bytes <= whole.plan.budget.device_bytes
     assert whole.held == [0] * 4
     assert list(disk.iterdir()) == [] and spill_threads() == []

@@ -40,7 +40,7 @@ def test_losses_are_those_of_plain_training(kind: type[Tensor], settings: dict[s
     strategy = MemoStrategy(plan_memory=False, **settings, **budget)
     result, expected = fit(strategy, module(kind), max_steps=3), plain(module(kind), max_steps=3)
     exact = settings.get("alpha") in (0.0, 1.0)
-    assert result.plan.swap.mode == "memo"
+    assert not result.plan.swap.plain
     assert result.losses == (expected.losses if exact else pytest.approx(expected.losses, abs=3e-6))
     assert result.held == [0, 0, 0]
 
@@ -49,7 +49,7 @@ def test_parts_are_what_is_planned() -> None:
     """Inputs in 8 bits take a quarter of the memory."""
     data = loader(tokens=24)  # not the width of a weight
     slots = [
-        fit(MemoStrategy(alpha=1.0), made, data, max_steps=1).plan.swap.slot_bytes
+        fit(MemoStrategy(alpha=1.0), made, data, max_steps=1).plan.swap.memory.slot
         for made in (module(Rounded), LanguageModel("block"))
     ]
     tokens, features, linears = 2 * 24, 32 + 32 + 128, 3

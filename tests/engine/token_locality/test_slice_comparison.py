@@ -264,7 +264,7 @@ def test_a_run_that_needs_slices_ends(settings: dict[str, Any]) -> None:
 def test_a_plan_by_kind_is_replaced_by_one_of_whole_layers() -> None:
     with pytest.warns(UserWarning, match=r"Opening does not .* \(keys\)\. From now on, layers run as one slice"):
         result = fit(MemoStrategy(plan_memory=False, device_memory="1100KiB"), Opened(opening_model), max_steps=8)
-    assert result.plan.swap.mode == "memo" and result.plan.swap.storage is None
+    assert not result.plan.swap.plain and result.plan.swap.storage.has_one_alpha
     expected = plain(Opened(opening_model), max_steps=8).losses
     assert result.losses[:2] == pytest.approx(expected[:2], rel=1e-6)  # the layers open before the comparison in step 4
     with pytest.warns(UserWarning, match="layers run as one slice"):

@@ -18,7 +18,7 @@ from support.samples.configurations import BOUND
 from typing_extensions import override
 
 from lightning_memo.parallel.tensor import experts
-from lightning_memo.planner.storage_plan_slices import stored_slices
+from lightning_memo.planner.token_slices import slices_of
 
 _EP2 = {"expert_parallel_size": 2}
 _CP2, _TP2 = {"context_parallel_size": 2}, {"tensor_parallel_size": 2}
@@ -112,7 +112,7 @@ def test_results_of_exchanges_that_are_stored_are_not_sent_again(alpha: float, a
 
 def _recomputed_slices(trainer: Any) -> dict[str, Any]:
     storage = trainer.strategy.plan.swap.storage
-    slices = [part for call in range(4) for part in stored_slices(storage, call, 300)]
+    slices = [part for call in range(4) for part in slices_of(storage, call, 300)]
     return {"recomputed": sum(part.recomputes for part in slices), "slices": len(slices)}
 
 

@@ -33,7 +33,7 @@ class WatchMemory(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         swap, memory = trainer.strategy.engine.swap, trainer.strategy.engine.memory
         self.notes = {"calls": swap.calls, "in_flight": swap.in_flight, "in_use": trainer.strategy.engine.slots_in_use}
-        stored = () if swap.storage is None else swap.storage.calls
+        stored = () if swap.storage.has_one_alpha else swap.storage.calls
         self.notes["places"] = sorted({r.place for call in stored for r in call.ranges})
         if memory is not None:
             self.notes |= {"unplanned": memory.stats.unplanned_slots, "overflow": memory.stats.overflow_bytes}

@@ -16,9 +16,9 @@ from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.buffer_placement import PhasePlacement, StepPlacement
 from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
-from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.artifacts.trace import NEVER, Trace
 from lightning_memo.runtime import memory_planner as planning
+from support.alpha_plans import alpha_swap
 from support.trainer_harness import LanguageModel, fit, loader
 
 GIB = 2**30
@@ -70,7 +70,7 @@ def small_plan():
         ),
         costs=costs,
         budget=Budget(device_bytes=5000, host_bytes=6000),
-        swap=SwapPlan(mode="memo", alpha=0.5, schedule="layer", slice_tokens=None, calls=4, slot_bytes=128),
+        swap=alpha_swap(0.5, 4, 128, tokens=128),
         step_seconds=1.5,
         reason="Because.",
     )

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from torch import nn
 
-from lightning_memo.artifacts.storage_plan import NO_NEEDS, CallPlan, StoragePlan, StoredRange
-from lightning_memo.artifacts.swap_plan import SwapPlan
+from lightning_memo.artifacts.storage_plan import CallPlan, StoragePlan, StoredRange
+from lightning_memo.artifacts.swap_plan import PlanMemory, SwapPlan
 from lightning_memo.artifacts.tensor_kind_costs import PLACES, Place
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.layers.step_profile import StepProfile
-from lightning_memo.planner.storage_plan_slices import stored_bytes, stored_slices
+from lightning_memo.planner.token_slices import slices_of, stored_bytes
 from lightning_memo.utils.find_layers import find_stacks
 from support.devices import DEVICE
 from support.harness import (
@@ -38,10 +38,6 @@ def storage_plan(classes: tuple[Rows, ...], calls: int) -> StoragePlan:
         tokens=TOKENS,
         call_classes=tuple(n % len(classes) for n in range(calls)),
         calls=tuple(call_plan(rows) for rows in classes),
-        needs=NO_NEEDS,
-        bound_seconds=0.0,
-        alpha_seconds=None,
-        prices=(),
     )
 
 
@@ -90,12 +86,11 @@ class ByKind(EngineUnderTest):
         assert profile is not None
         plan = storage_plan(classes, len(profile.calls))
         kept, swapped, spilled = (predicted_bytes(profile, plan, place) for place in PLACES)
-        swap = SwapPlan(
-            mode="memo", alpha=0.0, schedule=self.engine.layer_classes.schedule, slice_tokens=None,
-            calls=len(profile.calls),
-            slot_bytes=max(map(sum, zip(swapped, spilled, strict=True))), storage=plan,
-            stored_host_bytes=sum(swapped[:-2]), stored_spill_bytes=tuple(spilled), kept_bytes=sum(kept),
+        memory = PlanMemory(
+            slot=max(map(sum, zip(swapped, spilled, strict=True))), host=sum(swapped[:-2]), spill=tuple(spilled),
+            kept=sum(kept),
         )  # fmt: skip
+        swap = SwapPlan(storage=plan, memory=memory, schedule=self.engine.layer_classes.schedule)
         self.engine.load(swap, profile.batch * profile.tokens)
         return swapped, kept
 
@@ -103,6 +98,5 @@ class ByKind(EngineUnderTest):
 def predicted_bytes(profile: StepProfile, plan: StoragePlan, place: Place) -> list[int]:
     calls = ([*call.saved, *(product.saved for product in call.products)] for call in profile.in_order())
     return [
-        stored_bytes(saved, profile.tokens, stored_slices(plan, n, profile.tokens), place)
-        for n, saved in enumerate(calls)
+        stored_bytes(saved, profile.tokens, slices_of(plan, n, profile.tokens), place) for n, saved in enumerate(calls)
     ]

@@ -7,7 +7,7 @@ from typing import Any
 from lightning_memo.artifacts.layer_costs import LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
 from lightning_memo.artifacts.storage_plan import StorageBudget, StoragePlan
-from lightning_memo.artifacts.swap_plan import StoredBytes
+from lightning_memo.artifacts.swap_plan import PlanMemory
 from lightning_memo.artifacts.tensor_kind_costs import CallCosts, Product, StorageCosts
 from lightning_memo.planner.plan_storage_kinds import plan_kinds
 
@@ -44,7 +44,7 @@ ALWAYS = COSTS.fixed_device_bytes + COSTS.transient_device_bytes
 def rounded(unit: int) -> Any:
     """Return a function for the bytes of a plan whose ranges are aligned to `unit`."""
 
-    def of(plan: StoragePlan) -> StoredBytes:
+    def of(plan: StoragePlan) -> PlanMemory:
         (stored,) = plan.calls
         sizes = dict(zip(CALL.kinds, CALL.sizes, strict=True))
 
@@ -52,7 +52,7 @@ def rounded(unit: int) -> Any:
             ranges = (r for r in stored.ranges if r.place == place)
             return sum(-(-sizes[r.kind] * (r.stop - r.start) // TOKENS // unit) * unit for r in ranges)
 
-        return StoredBytes(
+        return PlanMemory(
             slot=total("swap") + total("spill"), host=(CALLS - 2) * total("swap"), kept=CALLS * total("keep"),
             spill=(total("spill"),) * CALLS,
         )  # fmt: skip
@@ -61,4 +61,4 @@ def rounded(unit: int) -> Any:
 
 
 def planned(budget: StorageBudget, unit: int = 1) -> Plan:
-    return plan_kinds(LAYERS, COSTS, budget, LABEL, tile_tokens=1, stored_bytes=rounded(unit))
+    return plan_kinds(LAYERS, COSTS, budget, LABEL, tile_tokens=1, memory_of=rounded(unit))
