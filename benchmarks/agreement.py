@@ -29,7 +29,7 @@ from lightning_memo.estimate import (
     load_cluster,
     load_model,
 )
-from lightning_memo.shapes.adapters import adapters_of
+from lightning_memo.shapes.model_shape import adapters_of
 from lightning_memo.utils.units import parse_bytes
 
 ROOT: Final = Path(__file__).parents[1]

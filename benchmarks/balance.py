@@ -25,7 +25,7 @@ from circumstances import circumstances
 from rich.console import Console
 from rich.table import Table
 
-from lightning_memo.data.packing import PackedRows
+from lightning_memo.data.document_rows import PackedRows
 from lightning_memo.data.resumable_loader import balanced_order
 from lightning_memo.estimate import EstimateRequest, Parallelism, constants_of, load_cluster, load_model
 from lightning_memo.estimate.step_times import layer_times

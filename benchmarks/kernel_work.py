@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_memo.estimate.presets import load_model, load_preset
 from lightning_memo.kernels import AttentionBackend, AttentionSpec
-from lightning_memo.kernels.replayed_sdpa import Replay
+from lightning_memo.kernels.fallback_kernels import Replay
 from lightning_memo.kernels.select_kernel import candidate_kernels
 from lightning_memo.models import ModelConfig, build_model
 from lightning_memo.utils.find_layers import find_hugging_face, find_stacks

@@ -29,9 +29,8 @@ from torch import Tensor
 
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.kernels.attention_kernel import AttentionBackend
-from lightning_memo.kernels.cudnn import CudnnSdpa
 from lightning_memo.kernels.divided_calls import PackedDocuments
-from lightning_memo.kernels.flash_attention import AtenFlash
+from lightning_memo.kernels.flash_attention import AtenFlash, CudnnSdpa
 from lightning_memo.utils.files import replacing
 
 _RESULTS = Path(__file__).parent / "results" / "large_attention.json"

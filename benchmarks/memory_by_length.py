@@ -25,7 +25,7 @@ from matplotlib.figure import Figure
 from torch.utils.data import DataLoader
 
 from lightning_memo import MemoStrategy
-from lightning_memo.callbacks.step_stats import METERED_STEP, StepStats
+from lightning_memo.cli.step_stats import METERED_STEP, StepStats
 from lightning_memo.models import CausalLM
 from lightning_memo.utils.files import replacing
 

@@ -12,16 +12,16 @@ import wrapt
 
 if TYPE_CHECKING:
     from lightning_memo.artifacts.plan import Plan
-    from lightning_memo.integrations.memo_callback import MemoCallback
-    from lightning_memo.integrations.memo_loop import MemoLoop
+    from lightning_memo.memo_callback import MemoCallback
+    from lightning_memo.memo_loop import MemoLoop
     from lightning_memo.strategy import MemoStrategy
 
 __all__ = ["MemoCallback", "MemoLoop", "MemoStrategy", "Plan"]
 __version__ = "0.1.0"
 
 _LAZY = {
-    "MemoCallback": "lightning_memo.integrations.memo_callback",
-    "MemoLoop": "lightning_memo.integrations.memo_loop",
+    "MemoCallback": "lightning_memo.memo_callback",
+    "MemoLoop": "lightning_memo.memo_loop",
     "MemoStrategy": "lightning_memo.strategy",
     "Plan": "lightning_memo.artifacts.plan",
 }

@@ -20,11 +20,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memo.callbacks.strategy_callbacks import PLAN_KEY
+from lightning_memo.callbacks.lightning_run import PLAN_KEY
 from lightning_memo.models.export_hugging_face import create_repository, export_huggingface, gather_state, upload_model
-from lightning_memo.parallel.checkpoints.damage import reading_archive
-from lightning_memo.parallel.checkpoints.open_checkpoint import CheckpointSource, whole_checkpoint
-from lightning_memo.parallel.checkpoints.sharded_checkpoint import (
+from lightning_memo.parallel.open_checkpoint import CheckpointSource, reading_archive, whole_checkpoint
+from lightning_memo.parallel.ranks import on_first_rank
+from lightning_memo.parallel.sharded_checkpoint import (
     open_existing,
     optimizer_names,
     optimizer_state,
@@ -37,7 +37,6 @@ from lightning_memo.parallel.checkpoints.sharded_checkpoint import (
     sharded_model_state,
     tensor_sizes,
 )
-from lightning_memo.parallel.ranks import on_first_rank
 from lightning_memo.utils.files import OutputFile, commit, find_complete, unfinished
 from lightning_memo.utils.find_layers import find_hugging_face
 

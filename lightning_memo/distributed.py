@@ -31,21 +31,20 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_memo.callbacks.strategy_callbacks import EndOnSigterm
+from lightning_memo.callbacks.end_on_sigterm import SIGTERM_STATUS, EndOnSigterm
 from lightning_memo.checkpointing import CheckpointingStrategy
 from lightning_memo.config import PRECISIONS, MemoConfig
-from lightning_memo.data.loader_workers import seed_workers, shield_workers
+from lightning_memo.data.resumable_loader import seed_workers, shield_workers
 from lightning_memo.engine import Engine
 from lightning_memo.engine.fp8_modules import keep_quantized_weights
 from lightning_memo.engine.modules.layer_forward import replace_forward
 from lightning_memo.engine.recurrence import may_hand_states
-from lightning_memo.parallel.batches.divide_loader import check_even
-from lightning_memo.parallel.checkpoints.parameter_names import check_groups
-from lightning_memo.parallel.end_together import SIGTERM_STATUS
+from lightning_memo.parallel.batches.divide_batch import check_even
+from lightning_memo.parallel.fsdp_units import accumulating
 from lightning_memo.parallel.mesh_precision import MeshPrecision
 from lightning_memo.parallel.parallel_sizes import resolve_sizes
 from lightning_memo.parallel.processes import Processes
-from lightning_memo.parallel.zero.fsdp_units import accumulating
+from lightning_memo.parallel.sharded_checkpoint import check_groups
 from lightning_memo.runtime.model_checks import (
     refuse_engine_shards,
     refuse_fp8_at_calls,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from lightning_memo.cli.prepare_process import finish_imports, prepare_process
+    from lightning_memo.cli.processes import finish_imports, prepare_process
 
     prepare_process()
 
@@ -20,8 +20,8 @@ from lightning_memo.cli.hydra_command import USER_ERROR_EXIT, command_error_mess
 from lightning_memo.data.tokenizer import has_tokenizer
 from lightning_memo.models import CausalLM
 from lightning_memo.models.export_hugging_face import check_free, create_repository, export_huggingface, upload_model
-from lightning_memo.parallel.checkpoints.open_checkpoint import CheckpointSource, open_checkpoint
-from lightning_memo.parallel.checkpoints.sharded_checkpoint import existing_checkpoint, load_sharded
+from lightning_memo.parallel.open_checkpoint import CheckpointSource, open_checkpoint
+from lightning_memo.parallel.sharded_checkpoint import existing_checkpoint, load_sharded
 from lightning_memo.utils.units import format_bytes
 
 _NO_TOKENIZER = "without a tokenizer: save it to the same folder with tokenizer.save_pretrained"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from lightning_memo.cli.prepare_process import finish_imports, prepare_process
+    from lightning_memo.cli.processes import finish_imports, prepare_process
 
     prepare_process()
 

@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.callbacks.lightning_run import LightningRun
-from lightning_memo.callbacks.strategy_callbacks import RuntimeCallback
+from lightning_memo.callbacks.lightning_run import LightningRun, RuntimeCallback
 from lightning_memo.config import MemoConfig, refusing_gone
 from lightning_memo.distributed import DistributedStrategy
 from lightning_memo.engine import Engine, TestMode

@@ -1,7 +1,7 @@
 """Command line ``python -m lightning_memo.train [overrides]``: one training run, or a sweep with ``-m``."""
 
 if __name__ == "__main__":  # before the imports that take seconds
-    from lightning_memo.cli.prepare_process import finish_imports, prepare_process
+    from lightning_memo.cli.processes import finish_imports, prepare_process
 
     prepare_process()
 
@@ -24,8 +24,6 @@ from rich.console import Console
 
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.swap_plan import SwapPlan
-from lightning_memo.callbacks.step_stats import StepStats
-from lightning_memo.cli.baselines import measure_baselines
 from lightning_memo.cli.build_run import (
     build_trainer,
     check_data,
@@ -34,12 +32,13 @@ from lightning_memo.cli.build_run import (
     trainer_settings,
 )
 from lightning_memo.cli.hydra_command import config_dir, run_command, settings_of
-from lightning_memo.cli.launch import arguments_of_process, ending_together
-from lightning_memo.cli.run_summary import RunSummary
+from lightning_memo.cli.processes import arguments_of_process, ending_together
+from lightning_memo.cli.run_folder import RunSummary
+from lightning_memo.cli.step_stats import StepStats, measure_baselines
 from lightning_memo.cli.training_job import EarlierMetrics, is_separate_job, run_training_job
 from lightning_memo.data import SequenceDataModule
 from lightning_memo.models import CausalLM, ModelConfig, check_vocabulary, load_hf_config
-from lightning_memo.reports.result_tables import Measurement, MemoryUse, comparison_table, memory_table
+from lightning_memo.reports.tables import Measurement, MemoryUse, comparison_table, memory_table
 from lightning_memo.utils.files import WriteError
 from lightning_memo.utils.process import is_rank_zero
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from cells.cell import UNFINISHED, Cell, Result, load
-from lightning_memo.trials.length_search import Attempt, LengthSearch
+from lightning_memo.trials.longest_sequence import LengthSearch
+from lightning_memo.trials.training_trial import Attempt
 
 
 def next_length(folder: Path, cell: Cell, low: int, high: int, multiple_of: int) -> int | None:

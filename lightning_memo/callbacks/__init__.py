@@ -1,8 +1,6 @@
-"""Lightning callbacks that users add to a Trainer. MemoStrategy adds those in `strategy_callbacks.py` by itself."""
+"""Lightning callbacks that users add to a Trainer. MemoStrategy itself adds one that drives the runtime."""
 
-from lightning_memo.callbacks.monitor import Monitor
-from lightning_memo.callbacks.progress_bar import StepProgressBar
-from lightning_memo.callbacks.record_schedule import ScheduleRecorder
-from lightning_memo.callbacks.run_report import WriteReport
+from lightning_memo.callbacks.monitor import Monitor, StepProgressBar
+from lightning_memo.callbacks.run_report import ScheduleRecorder, WriteReport
 
 __all__ = ["Monitor", "ScheduleRecorder", "StepProgressBar", "WriteReport"]

@@ -1,13 +1,19 @@
-"""A run of Lightning's Trainer: its state as the runtime reads it, and its loggers."""
+"""A run of Lightning's Trainer: its state as the runtime reads it, its loggers, and the hooks that drive a runtime."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Final
 
 import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_memo.runtime.training_runtime import TrainingRuntime
 
 
 class LightningRun:
@@ -117,3 +123,68 @@ def log_pictures(trainer: pl.Trainer, pictures: Mapping[str, Path]) -> None:
                 logger.experiment.add_image(name, imread(path), trainer.global_step, dataformats="HWC")
             elif isinstance(logger, WandbLogger):
                 logger.log_image(name, [str(path)], step=trainer.global_step)
+
+
+PLAN_KEY: Final = "lightning_memo_plan"
+"""Entry of a checkpoint with the plan of the run, as JSON."""
+
+
+class RuntimeCallback(Callback):
+    """Drives the runtime by the hooks of Lightning's training loop, and saves the plan in checkpoints.
+
+    It is the first callback of the trainer, so that what other callbacks do after a step lies outside of the step.
+
+    Args:
+        runtime: The runtime of the fit.
+        resumed_plan: Returns the plan of the checkpoint from which the fit is resumed; `None` if there is none. The
+            strategy loads checkpoints, mostly before there is this callback.
+        keeps_plan: Whether checkpoints contain the plan. Stages of a pipeline have different ones.
+    """
+
+    def __init__(self, runtime: TrainingRuntime, resumed_plan: Callable[[], str | None], keeps_plan: bool) -> None:
+        self._runtime, self._resumed_plan, self._keeps_plan = runtime, resumed_plan, keeps_plan
+
+    @override
+    def __reduce__(self) -> tuple[type[Callback], tuple[()]]:
+        return Callback, ()  # in a copy of the trainer, this callback has nothing to drive
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        # A resumed run computes the same numbers only with the same plan: another alpha rounds differently.
+        plan = self._resumed_plan() if self._runtime.plan is None else self._runtime.plan.to_json()
+        if self._keeps_plan and plan is not None:
+            checkpoint[PLAN_KEY] = plan
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._runtime.start(self._resumed_plan() if self._keeps_plan else None)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._runtime.begin_batch()
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        self._runtime.before_backward(loss)
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._runtime.after_backward()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._runtime.end_batch()
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._runtime.end_training(pl_module)
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._runtime.fail()

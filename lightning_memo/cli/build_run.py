@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig
 
 from lightning_memo.cli.hydra_command import plain_settings
-from lightning_memo.cli.launch import started_processes
+from lightning_memo.cli.processes import started_processes
 from lightning_memo.config import PRECISIONS
 from lightning_memo.data import SequenceDataModule
 from lightning_memo.parallel.parallel_sizes import resolve_sizes

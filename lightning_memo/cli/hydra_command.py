@@ -15,8 +15,8 @@ from typing import Any
 from hydra.errors import HydraException, InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_memo.cli.launch import delay_unless_rank_zero
-from lightning_memo.cli.restarts import register_run_folder
+from lightning_memo.cli.processes import delay_unless_rank_zero
+from lightning_memo.cli.run_folder import register_run_folder
 from lightning_memo.config import GONE
 from lightning_memo.utils.user_errors import is_own_refusal, misconfiguration_errors, one_line, user_message
 

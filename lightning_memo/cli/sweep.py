@@ -18,9 +18,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memo.callbacks.step_stats import METERED_STEP
 from lightning_memo.cli.hydra_command import exit_for_user
-from lightning_memo.cli.run_summary import SUMMARY_FILE, RunSummary, differing_settings, setting_values
+from lightning_memo.cli.run_folder import SUMMARY_FILE, RunSummary, differing_settings, setting_values
+from lightning_memo.cli.step_stats import METERED_STEP
 from lightning_memo.reports.run_page import literal
 from lightning_memo.utils.files import replacing
 from lightning_memo.utils.units import format_bytes

@@ -26,9 +26,8 @@ from typing_extensions import override
 
 from lightning_memo.cli.build_run import build_trainer, count_processes, quiet
 from lightning_memo.cli.hydra_command import command_error_message, exit_for_user
-from lightning_memo.cli.launch import computed_on_rank_zero, delay_unless_rank_zero, started_processes
-from lightning_memo.cli.restarts import Launch
-from lightning_memo.cli.run_summary import SUMMARY_FILE, RunSummary
+from lightning_memo.cli.processes import computed_on_rank_zero, delay_unless_rank_zero, started_processes
+from lightning_memo.cli.run_folder import SUMMARY_FILE, Launch, RunSummary
 from lightning_memo.utils.files import explained, replacing
 from lightning_memo.utils.process import is_rank_zero
 from lightning_memo.utils.units import read_length

@@ -1,7 +1,6 @@
 """Data modules for long token sequences from text files."""
 
 from lightning_memo.data.document_module import DocumentsDataModule
-from lightning_memo.data.sequence_module import SequenceDataModule
-from lightning_memo.data.text_module import TextDataModule, unigram_entropy
+from lightning_memo.data.text_module import SequenceDataModule, TextDataModule, unigram_entropy
 
 __all__ = ["DocumentsDataModule", "SequenceDataModule", "TextDataModule", "unigram_entropy"]

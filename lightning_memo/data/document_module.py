@@ -20,13 +20,19 @@ from lightning_memo.data.document_files import (
     readable,
     where_unreadable,
 )
-from lightning_memo.data.packing import Numbers, PackedRows, PaddedRows
+from lightning_memo.data.document_rows import (
+    Document,
+    Numbers,
+    PackedRows,
+    PaddedRows,
+    RowStream,
+    StreamLoader,
+    read_block,
+)
 from lightning_memo.data.resumable_loader import ResumableLoader
-from lightning_memo.data.row_stream import Document, RowStream, StreamLoader, read_block
-from lightning_memo.data.sequence_module import Loaded, SequenceDataModule
-from lightning_memo.data.text_module import entropy
+from lightning_memo.data.text_module import Loaded, SequenceDataModule, entropy
 from lightning_memo.data.tokenizer import Tokenizer, load_tokenizer
-from lightning_memo.parallel.batches.positions import find_mixed_documents
+from lightning_memo.parallel.batches.token_layout import find_mixed_documents
 from lightning_memo.utils.units import read_fraction, read_whole_number
 
 log = logging.getLogger(__name__)
@@ -40,7 +46,7 @@ class DocumentsDataModule(SequenceDataModule):
     Batches are ``{"input_ids", "labels", "position_ids"}``, ``[batch, seq_len]`` each. Positions restart at 0 in each
     document, which confines attention to it. With ``packing=False``, which some models need, batches
     are ``{"input_ids", "labels", "attention_mask"}``, padded on the right. Their order is that of
-    `lightning_memo.data.sequence_module.SequenceDataModule`.
+    `lightning_memo.data.text_module.SequenceDataModule`.
 
     Tokens are stored in the disk cache of `datasets` and memory-mapped, so another run with the same files and
     tokenizer starts at once.

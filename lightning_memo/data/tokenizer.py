@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from lightning_memo.shapes.hub_folder import TOKENIZER_FILES, hub_folder
+from lightning_memo.shapes.hf_config import TOKENIZER_FILES, hub_folder
 
 Tokens = npt.NDArray[np.int32]
 

@@ -3,6 +3,6 @@
 from lightning_memo.engine.copy_streams import TestMode
 from lightning_memo.engine.engine import Engine
 from lightning_memo.engine.layers.token_sharing import TokenSharing
-from lightning_memo.engine.modules.requested_settings import RequestedSettings
+from lightning_memo.engine.modules.layer_classes import RequestedSettings
 
 __all__ = ["Engine", "RequestedSettings", "TestMode", "TokenSharing"]

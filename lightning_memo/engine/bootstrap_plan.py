@@ -13,9 +13,8 @@ from lightning_memo.artifacts.swap_plan import HostBacked, PlanMemory, SwapPlan
 from lightning_memo.artifacts.tensor_kind_costs import INPUT
 from lightning_memo.engine.attention.attention_selector import AttentionSelector
 from lightning_memo.engine.layers.token_sharing import SequenceCutter
-from lightning_memo.engine.modules.layer_classes import LayerClasses
+from lightning_memo.engine.modules.layer_classes import LayerClasses, RequestedSettings
 from lightning_memo.engine.modules.layer_probe import LayerTraits
-from lightning_memo.engine.modules.requested_settings import RequestedSettings
 from lightning_memo.planner.host_backed_sizes import StreamedBytes, host_backed_sizes
 from lightning_memo.planner.token_slices import SavedBytes, TokenRange, memory_of_plan, plan_of_alpha, slot_bytes
 

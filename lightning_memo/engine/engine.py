@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_memo.artifacts.swap_plan import HostBacked, SwapPlan
 from lightning_memo.engine.attention.attention_selector import AttentionSelector
 from lightning_memo.engine.attention.hugging_face import attach_attention
-from lightning_memo.engine.attention.streamed_attention import StreamedAttention, StreamedUlysses
+from lightning_memo.engine.attention.sliced_attention import StreamedAttention, StreamedUlysses
 from lightning_memo.engine.bootstrap_plan import bootstrap_plan
 from lightning_memo.engine.forward.as_written import run_as_written
 from lightning_memo.engine.forward.layer_call import LayerCall
@@ -40,17 +40,14 @@ from lightning_memo.engine.loaded_plan import (
 from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.lazy_tensor import LazyTensor, real
 from lightning_memo.engine.memory.slot_memory import SlotMemory
-from lightning_memo.engine.modules.disable_compile import rest_compiled
-from lightning_memo.engine.modules.embeddings import attach_lazy_inputs, attach_rotary
-from lightning_memo.engine.modules.layer_classes import LayerClasses
-from lightning_memo.engine.modules.layer_forward import needs_grad, replace_forward, why_reads_cache
+from lightning_memo.engine.modules.layer_classes import LayerClasses, RequestedSettings
+from lightning_memo.engine.modules.layer_forward import needs_grad, replace_forward, rest_compiled, why_reads_cache
 from lightning_memo.engine.modules.layer_probe import LayerTraits
-from lightning_memo.engine.modules.requested_settings import RequestedSettings
 from lightning_memo.engine.modules.slice_comparison import SliceComparison
+from lightning_memo.engine.modules.token_local_modules import attach_lazy_inputs, attach_rotary
 from lightning_memo.engine.saved_tensors.offload_group import OffloadGroups
 from lightning_memo.engine.saved_tensors.parked_arguments import parkable
-from lightning_memo.engine.sliced_model.sequence_run import SequenceRun
-from lightning_memo.engine.sliced_model.sliced_layer_calls import find_causal_lm, run_slice
+from lightning_memo.engine.sliced_model.sliced_layer_calls import SequenceRun, find_causal_lm, run_slice
 from lightning_memo.engine.sliced_model.sliced_model import SlicedModel
 from lightning_memo.engine.slices.run_schedule import run_schedule
 from lightning_memo.engine.slices.slice_schedules import run_without_backward

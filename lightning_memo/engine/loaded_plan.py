@@ -12,7 +12,7 @@ from lightning_memo.engine.layers.token_sharing import SequenceCutter
 from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.memory.spill import Spill
-from lightning_memo.engine.modules.requested_settings import RequestedSettings
+from lightning_memo.engine.modules.layer_classes import RequestedSettings
 from lightning_memo.engine.timeline_recorder import TimelineRecorder
 from lightning_memo.planner.token_slices import RECOMPUTED, TokenRange, why_not_stored
 from lightning_memo.utils.units import format_bytes

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_memo.parallel.context.state_exchange import StateExchange, StateLink, StateShape
+from lightning_memo.parallel.context_parallel import StateExchange, StateLink, StateShape
 from lightning_memo.utils.replaced_functions import replaced
 
 _QKV = ("query", "key", "value", "g", "beta")

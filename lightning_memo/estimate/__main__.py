@@ -3,7 +3,7 @@
 import sys
 
 if __name__ == "__main__":
-    from lightning_memo.cli.prepare_process import finish_imports, prepare_process
+    from lightning_memo.cli.processes import finish_imports, prepare_process
 
     prepare_process()  # before the imports that take seconds
     if sys.argv[1:2] == ["calibrate"]:

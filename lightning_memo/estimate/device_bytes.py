@@ -1,7 +1,7 @@
 """Memory of the fullest device: model state by ZeRO stage, logits, gathered weights and transient activations.
 
 In the zero-bubble order of a pipeline, gradients of weights wait: linear layers keep their input and the gradient of
-their output on the device, see `lightning_memo.parallel.pipeline.weight_gradients`.
+their output on the device, see `lightning_memo.parallel.pipeline.pipeline_gradients`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from lightning_memo.estimate.precision_bytes import BF16, FP32, ElementBytes
 from lightning_memo.estimate.request import EstimateRequest, Parallelism
 from lightning_memo.estimate.saved_tensors import readers_of_norm
 from lightning_memo.estimate.step_buffers import CHUNK_BYTES
+from lightning_memo.parallel.parallel_sizes import GRADIENT_BITS, WEIGHT_BITS, sent_bytes
 from lightning_memo.parallel.pipeline.stage_order import most_waiting
-from lightning_memo.parallel.zero.quantised_bytes import GRADIENT_BITS, WEIGHT_BITS, sent_bytes
 from lightning_memo.planner.placement import Problem
 from lightning_memo.shapes.model_shape import ModelShape
 

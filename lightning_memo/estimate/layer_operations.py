@@ -29,7 +29,7 @@ class LayerProduct:
     """Name of its module in the layer."""
 
     role: str
-    """Its name among the projections of a layer, see `lightning_memo.shapes.adapters`."""
+    """Its name among the projections of a layer, see `lightning_memo.shapes.model_shape`."""
 
     inputs: int
     outputs: int

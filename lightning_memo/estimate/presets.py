@@ -11,10 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_memo.cli.hydra_command import config_dir, plain_settings
 from lightning_memo.estimate.cluster import BANDWIDTHS, DISK, Cluster
-from lightning_memo.shapes.adapters import adapters_of
-from lightning_memo.shapes.hf_config import load_shape, shape_of
-from lightning_memo.shapes.hub_folder import CONFIG_FILES, hub_folder
-from lightning_memo.shapes.model_shape import ModelShape
+from lightning_memo.shapes.hf_config import CONFIG_FILES, hub_folder, load_shape, shape_of
+from lightning_memo.shapes.model_shape import ModelShape, adapters_of
 from lightning_memo.utils.units import parse_bytes
 
 _SIZES: Final = ("device_bytes", "host_bytes")

@@ -18,8 +18,8 @@ from lightning_memo.estimate.request import EstimateRequest, Parallelism
 from lightning_memo.estimate.saved_tensors import LayerActivations
 from lightning_memo.estimate.slice_settings import Slices
 from lightning_memo.estimate.step_buffers import CHUNK_BYTES
+from lightning_memo.parallel.parallel_sizes import GRADIENT_BITS, WEIGHT_BITS, sent_bytes
 from lightning_memo.parallel.pipeline.stage_order import training_order
-from lightning_memo.parallel.zero.quantised_bytes import GRADIENT_BITS, WEIGHT_BITS, sent_bytes
 from lightning_memo.shapes.model_shape import SINGLE_OPERATIONS, ModelShape
 from lightning_memo.utils.units import format_bytes
 
@@ -33,7 +33,7 @@ _BACKWARD_CONTEXTS: Final = 2
 """Context-parallel communication of the backward, relative to the forward."""
 _LOGIT_OPERANDS: Final = 8
 """Times that the loss reads or writes each logit in fp32: maximum, difference, exponential, sum, scaling."""
-# Bytes of device memory that the operations of parallel/zero/quantised_collectives.py read and write for each value.
+# Bytes of device memory that the operations of parallel/zero_sharding.py read and write for each value.
 _QUANTISE: Final = 25
 _RESTORE_WEIGHT: Final = 3
 _RESTORE_GRADIENT: Final = 9

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memo.cli.run_summary import differing_settings, setting_values
+from lightning_memo.cli.run_folder import differing_settings, setting_values
 from lightning_memo.estimate.request import Method
 from lightning_memo.estimate.tables import format_alpha
 from lightning_memo.reports.run_page import literal

@@ -13,7 +13,7 @@ from lightning_memo.estimate.parallelism_search import Sizes, candidate_parallel
 from lightning_memo.estimate.planner_inputs import device_budget
 from lightning_memo.estimate.request import Estimate, EstimateRequest
 from lightning_memo.estimate.slice_settings import Slices
-from lightning_memo.shapes.adapters import adapters_of
+from lightning_memo.shapes.model_shape import adapters_of
 from lightning_memo.utils.units import format_bytes, format_seconds
 
 _MOST_LINES: Final = 3

@@ -4,12 +4,17 @@ Every kernel computes one *block*: queries at the absolute positions `query_star
 The queries of a slice can therefore attend to the keys of earlier slices. Queries, keys and values are
 `[batch, heads, tokens, head_dim]`. Outputs are laid out in memory as `[batch, tokens, heads, head_dim]`, which the
 output projection reads without a copy.
+
+Note: [Sinks]
+A sink is a learned score of a head that takes part in the softmax and has no value: one more block of keys, with this
+score and the value 0. Merging it into the result of a kernel gives the output and the log-sum-exp over all keys and the
+sink. With these two, the backward of every kernel returns the gradients of q, k and v.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +37,7 @@ class AttentionSpec:
             sees them. `None` means one document per row, from 0 on.
         softcap: The largest score c, by `c * tanh(score / c)` before masks; `None` means no cap.
         sinks: Learned scores `[heads]` that take part in the softmax without a value; `None` if there are none. Kernels
-            ignore them: they are merged into the results, see `engine/attention/attention_sinks.py`.
+            ignore them: they are merged into the results, see Note: [Sinks].
         whole_mask: An explicit mask of all tokens, `[batch, 1, tokens, tokens]`, in place of all other rules. It is
             given where queries and keys are divided over processes, and kernels get their part of it as `mask`.
     """
@@ -245,3 +250,31 @@ def to_device_async(t: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or t.device.type != "cpu":
         return t.to(device)
     return t.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+def merge_sinks(result: AttentionResult, sinks: Tensor | None) -> AttentionResult:
+    """Merge the sinks of each head, `[heads]`, into a result for all keys; without sinks, return the result."""
+    if sinks is None:
+        return result
+    scores = sinks.detach().to(result.lse.dtype)[:, None]
+    weight = torch.sigmoid(result.lse - scores)
+    out = (result.out * weight[..., None]).to(result.out.dtype)
+    return replace(result, out=out, lse=torch.logaddexp(result.lse, scores))
+
+
+def gradient_of_sinks(dout: Tensor, result: AttentionResult, sinks: Tensor) -> Tensor:
+    """Return the gradient of the sinks, `[heads]`.
+
+    Args:
+        dout: Gradient of the output, `[batch, heads, tokens, head_dim]`.
+        result: The result of `merge_sinks`.
+        sinks: Scores of the sinks.
+    """
+    weight = torch.exp(sinks.detach().to(result.lse.dtype)[:, None] - result.lse)
+    products = (dout.to(result.lse.dtype) * result.out).sum(-1)
+    return -(weight * products).sum((0, 2)).to(sinks.dtype)
+
+
+def detached(spec: AttentionSpec) -> AttentionSpec:
+    """Return the spec without the history of the sinks, which a layer that keeps it would keep alive."""
+    return spec if spec.sinks is None else replace(spec, sinks=spec.sinks.detach())

@@ -21,8 +21,7 @@ from lightning_memo.kernels.attention_kernel import (
     AttentionSpec,
     sees_nothing_result,
 )
-from lightning_memo.kernels.document_pieces import DocumentRun, Piece, join_documents, pieces
-from lightning_memo.kernels.flash_attention import BandedFlash
+from lightning_memo.kernels.flash_attention import BandedFlash, DocumentRun, Piece, join_documents, pieces
 
 LARGEST_CALL = 2**31
 """Largest number of elements of a call's queries, padded as kernels do."""

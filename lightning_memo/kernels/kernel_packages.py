@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_memo.kernels.attention_kernel import AttentionResult, AttentionSpec
-from lightning_memo.kernels.document_pieces import DocumentRun
-from lightning_memo.kernels.flash_attention import LONGEST_OF_SLOWER, AtenFlash, Band, BandedFlash
+from lightning_memo.kernels.flash_attention import LONGEST_OF_SLOWER, AtenFlash, Band, BandedFlash, DocumentRun
 
 _LAYOUT = "bshd_bshd_bshd"
 _BACKEND = "F16_arbitrary_seqlen"

@@ -22,7 +22,7 @@ from lightning_memo.engine.fp8_modules import why_scaled_by_engine, why_scaled_t
 from lightning_memo.engine.memory.lazy_tensor import Assembly, LazyTensor
 from lightning_memo.engine.modules.layer_forward import replace_forward
 from lightning_memo.engine.modules.token_local_modules import Forward, GradientSums, TokenLocal, chunk_tokens_of, chunks
-from lightning_memo.engine.token_locality.prove_module import ModuleProofs
+from lightning_memo.engine.token_locality.prove_locality import ModuleProofs
 from lightning_memo.loss.lazy_logits import LazyLogits
 from lightning_memo.loss.logits_recipe import Head
 from lightning_memo.parallel.local_tensors import awaited

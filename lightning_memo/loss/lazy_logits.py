@@ -28,10 +28,15 @@ from typing_extensions import Self, override
 from lightning_memo.engine.forward.autocast import ambient_autocast
 from lightning_memo.engine.memory.lazy_tensor import LazyTensor
 from lightning_memo.engine.memory.noted_tensors import NotedTensor, version_of
-from lightning_memo.loss.chunked_cross_entropy import chunked_cross_entropy
-from lightning_memo.loss.chunked_logits import Pointwise
+from lightning_memo.loss.chunked_logits import (
+    Pointwise,
+    TokenFunction,
+    chunked_cross_entropy,
+    normalising,
+    rows_of_parts,
+    token_function,
+)
 from lightning_memo.loss.logits_recipe import Head, HeadState, Recipe, leaves_vocabulary, parts_of
-from lightning_memo.loss.token_functions import TokenFunction, normalising, rows_of_parts, token_function
 from lightning_memo.parallel.local_tensors import awaited
 from lightning_memo.utils.around_forward import has_user_hooks
 from lightning_memo.utils.retained_graph import first_derivative

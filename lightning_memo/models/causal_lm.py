@@ -12,8 +12,13 @@ from transformers import get_cosine_with_min_lr_schedule_with_warmup
 from typing_extensions import override
 
 from lightning_memo.kernels.rng_state import RngState
-from lightning_memo.models.context_extension import warn_of_long_sequences
-from lightning_memo.models.model_builder import ModelConfig, build_model, check_vocabulary, load_hf_config
+from lightning_memo.models.model_builder import (
+    ModelConfig,
+    build_model,
+    check_vocabulary,
+    load_hf_config,
+    warn_of_long_sequences,
+)
 from lightning_memo.parallel.ranks import gather
 
 

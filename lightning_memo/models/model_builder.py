@@ -1,19 +1,27 @@
-"""Builds Hugging Face causal language models from a configuration a local folder or the Hub, optionally with LoRA."""
+"""Builds Hugging Face causal language models, from a configuration, a local folder or the Hub.
 
-from collections.abc import Mapping
+Options: LoRA, positions that are scaled to sequences longer than a model was trained on, and liger-kernel's faster
+norms, rotary positions and feed-forwards, which save fewer tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Final
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.imports import RequirementCache
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from lightning_memo.models.context_extension import extend_context
-from lightning_memo.models.liger import apply_liger, check_liger, restore_rotary
-from lightning_memo.shapes.hub_folder import MODEL_FILES, hub_folder
+from lightning_memo.shapes.hf_config import MODEL_FILES, hub_folder
 from lightning_memo.utils.units import read_length
 
 _PEFT = RequirementCache("peft>=0.18")
@@ -39,7 +47,7 @@ class ModelConfig:
     """Folder of a saved Hugging Face model, or its id on the Hub. If it is given, ``config`` is ignored."""
     rope_scaling: str | Mapping[str, Any] | None = None
     """Scaling of rotary positions for sequences longer than the model was trained on; None to keep the saved one. See
-    `lightning_memo.models.context_extension.extend_context`."""
+    `lightning_memo.models.model_builder.extend_context`."""
     max_position_embeddings: int | str | None = None
     """Number of tokens in the longest sequence, as a number or like "128K"; None for the saved number, or the one that
     follows from ``rope_scaling``."""
@@ -47,7 +55,7 @@ class ModelConfig:
     """Arguments of `peft.LoraConfig`, including ``r``. Empty, or with ``r`` 0, all weights are trained."""
     liger: bool = False
     """Whether to use liger-kernel for norms, rotary positions and feed-forward layers, on a GPU; see
-    `lightning_memo.models.liger.apply_liger`."""
+    `lightning_memo.models.model_builder.apply_liger`."""
     gradient_checkpointing: bool = False
     """Whether to use Hugging Face's full activation recomputation, without swapping."""
 
@@ -96,7 +104,7 @@ def load_hf_config(model: ModelConfig) -> PretrainedConfig:
     config.use_cache = False
     longest = model.max_position_embeddings
     positions = None if longest is None else read_length("model.max_position_embeddings", longest)
-    extend_context(config, model.rope_scaling, positions)
+    _extend_context(config, model.rope_scaling, positions)
     return config
 
 
@@ -170,3 +178,157 @@ def _with_adapters(network: nn.Module, config: Any) -> nn.Module:
 
     adapted: nn.Module = get_peft_model(network, config)
     return adapted
+
+
+_ORIGINAL: Final = "original_max_position_embeddings"
+_OPTIONS: Final[dict[str, Mapping[str, Any]]] = {
+    "linear": {},
+    "yarn": dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")),
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+"""Options of each scaling type besides `factor`, with their defaults; None leaves the default to transformers."""
+
+
+def _extend_context(
+    config: PretrainedConfig, scaling: str | Mapping[str, Any] | None, max_positions: int | None
+) -> None:
+    """Changes the configuration of a model so that its rotary positions support longer sequences.
+
+    The scaling replaces the saved one. If several types of layers have their own rotary positions, those of full
+    attention are scaled, because the others attend within a window.
+
+    Args:
+        config: Configuration of any model. Its text configuration is changed in place.
+        scaling: `rope_type` (linear, yarn, llama3), `factor` and options as in transformers, or only the type.
+        max_positions: Number of tokens in the longest sequence; None to derive it from the factor. Without a scaling,
+            positions are not scaled.
+
+    Raises:
+        ValueError: The model has no rotary positions, the type or an option is unknown, or the factor is not defined.
+    """
+    if scaling is None and max_positions is None:
+        return
+    text = config.get_text_config()
+    saved = getattr(text, "rope_parameters", None)
+    if not saved:
+        name = "model.rope_scaling" if scaling is not None else "model.max_position_embeddings"
+        raise ValueError(f"{name}: models of type {text.model_type} have no rotary positions to scale; leave it out")
+    if scaling is not None:
+        given = {"rope_type": scaling} if isinstance(scaling, str) else dict(scaling)
+        nested = all(isinstance(part, Mapping) for part in saved.values())
+        of_full_attention = saved.get("full_attention", {}) if nested else saved
+        original = int(given.get(_ORIGINAL) or of_full_attention.get(_ORIGINAL) or text.max_position_embeddings)
+        own = _scaled(of_full_attention, given, original, max_positions)
+        text.rope_parameters = {**saved, "full_attention": own} if nested else own
+        max_positions = max_positions or round(own["factor"] * original)
+    text.max_position_embeddings = max_positions
+
+
+def warn_of_long_sequences(config: PretrainedConfig, seq_len: int) -> None:
+    """Warns if sequences have more tokens than a saved model has positions.
+
+    Args:
+        config: Configuration of the model, after :func:`_extend_context`.
+        seq_len: Tokens of a sequence.
+    """
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is None or seq_len <= limit:
+        return
+    remedy = f"give model.rope_scaling=yarn model.max_position_embeddings={seq_len}, or lower data.seq_len"
+    if not getattr(text, "rope_parameters", None):
+        remedy = f"models of type {text.model_type} have no rotary positions to scale; lower data.seq_len"
+    rank_zero_warn(
+        f"data.seq_len={seq_len}: the model of model.path knows {limit} positions, and beyond them the loss starts far "
+        f"too high; {remedy}"
+    )
+
+
+def _scaled(
+    saved: Mapping[str, Any], given: dict[str, Any], original: int, max_positions: int | None
+) -> dict[str, Any]:
+    """Returns `rope_parameters` of the given type. `original` is the number of positions the model was trained on."""
+    kind = given.pop("rope_type", None)
+    if kind not in _OPTIONS:
+        raise ValueError(f"model.rope_scaling: rope_type={kind}: give one of {', '.join(_OPTIONS)}")
+    unknown = sorted(given.keys() - _OPTIONS[kind].keys() - {"factor", _ORIGINAL})
+    if unknown:
+        allowed = ", ".join(["factor", _ORIGINAL, *_OPTIONS[kind]])
+        raise ValueError(f"model.rope_scaling: {kind} has no {', '.join(unknown)}; give any of {allowed}")
+    if given.get("factor") is None and max_positions is None:
+        raise ValueError(f"model.rope_scaling={kind}: by how much? Give its factor, or model.max_position_embeddings")
+    factor = float(given.pop("factor", None) or (max_positions or 0) / original)
+    if factor < 1:
+        raise ValueError(
+            f"model.rope_scaling: factor={factor:g}: give 1 or more; the model was trained on {original} positions"
+        )
+    kept = {name: saved[name] for name in ("rope_theta", "partial_rotary_factor") if name in saved}
+    options = {name: value for name, value in {**_OPTIONS[kind], **given}.items() if value is not None}
+    if kind != "linear":
+        options[_ORIGINAL] = original
+    else:
+        options.pop(_ORIGINAL, None)
+    return {"rope_type": kind, "factor": factor, **options, **kept}
+
+
+_LIGER: Final = RequirementCache("liger-kernel>=0.8")
+_ROPE: Final = "apply_rotary_pos_emb"
+_rotary_of: dict[ModuleType, Callable[..., Any]] = {}
+"""Original rotary functions of transformers modules. Layers look the function up in the module, so replacing it
+affects all models."""
+
+
+def check_liger(device: torch.device) -> None:
+    """Check that liger-kernel can run.
+
+    Args:
+        device: Device on which the model will run.
+
+    Raises:
+        ValueError: The package is missing, or Triton does not compile for the device.
+    """
+    if not _LIGER:
+        raise ValueError(
+            "model.liger=true needs liger-kernel 0.8 or later, which is not installed: "
+            "pip install 'lightning-memo[liger]', or set it to false"
+        )
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not interpreted:
+        raise ValueError(
+            f"model.liger=true needs a GPU, and this model runs on {device}: set it to false (its kernels are Triton's)"
+        )
+
+
+def apply_liger(model: PreTrainedModel) -> None:
+    """Replace the parts of a transformers model for which liger-kernel has kernels, except the loss.
+
+    The loss is computed according to `loss_chunk_tokens`. Rotary positions are replaced for all models of this type in
+    the process, until a model is built without liger-kernel.
+
+    Raises:
+        ValueError: liger-kernel has no kernels for this model type.
+    """
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance  # the function that transformers calls
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    kind = model.config.model_type
+    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ValueError(
+            f"model.liger=true: liger-kernel has no kernels for models of type {kind}; set it to false, or use one of "
+            f"{', '.join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))}"
+        )
+    module = sys.modules[type(model).__module__]
+    before = dict(vars(module))
+    _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
+    changed = {name: value for name, value in before.items() if getattr(module, name) is not value}
+    if _ROPE in changed:
+        _rotary_of.setdefault(module, changed.pop(_ROPE))
+    for name, value in changed.items():  # restore classes for models that are built later
+        setattr(module, name, value)
+
+
+def restore_rotary(model: nn.Module) -> None:
+    """Restore transformers' rotary positions for models of this type, if `apply_liger` replaced them."""
+    module = sys.modules[type(model).__module__]
+    if module in _rotary_of:
+        setattr(module, _ROPE, _rotary_of.pop(module))

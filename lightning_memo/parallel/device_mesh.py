@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_memo.parallel.context.context_groups import ContextGroups
-from lightning_memo.parallel.context.state_exchange import StateExchange
+from lightning_memo.parallel.context_parallel import ContextGroups, StateExchange
 from lightning_memo.parallel.parallel_sizes import ParallelSizes
 
 DATA, CONTEXT, TENSOR = "data_parallel", "context_parallel", "tensor_parallel"

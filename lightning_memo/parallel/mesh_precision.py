@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_memo.parallel.fsdp_units import fsdp_units
 from lightning_memo.parallel.local_tensors import local_part, resolve_partial
-from lightning_memo.parallel.zero.fsdp_units import fsdp_units
 
 
 class MeshPrecision(Precision):

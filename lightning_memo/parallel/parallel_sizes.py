@@ -1,9 +1,11 @@
-"""Sizes of the kinds of parallelism, and checks of their combinations. Imports no torch or Lightning."""
+"""Sizes of the kinds of parallelism and checks of their combinations, and bytes that ZeRO sends. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
+from lightning_memo.artifacts.slot_layouts import block_bytes
 from lightning_memo.config import MemoConfig
 
 
@@ -156,3 +158,16 @@ def choose_ulysses(context_size: int, heads: int, kv_heads: int) -> int:
     divisors = [n for n in range(1, context_size + 1) if context_size % n == 0 and heads % n == 0]
     even = max(n for n in divisors if kv_heads % n == 0)
     return even if even > 1 else max(divisors)
+
+
+SCALE_BYTES: Final = 4
+
+WEIGHT_BITS: Final = 8
+
+GRADIENT_BITS: Final = {"int8": 8, "int4": 4}
+"""Bits of a gradient by `zero_communication`."""
+
+
+def sent_bytes(values: int, bits: int) -> int:
+    """Return the bytes in which some values are sent."""
+    return block_bytes(values, bits, SCALE_BYTES)

@@ -21,22 +21,23 @@ from lightning_memo.kernels import RngState
 from lightning_memo.parallel.batches.divide_batch import (
     BatchSharder,
     TextModelInputs,
-    check_layers,
-    trains_beside,
-)
-from lightning_memo.parallel.batches.divide_loader import (
     check_even,
+    check_layers,
     check_same_batch,
     check_same_images,
     check_same_size,
     seeding_rank,
     split_iterable,
+    trains_beside,
 )
-from lightning_memo.parallel.batches.loss_arguments import LossArguments, takes_loss_arguments, why_loss_unfit
-from lightning_memo.parallel.batches.positions import separate_documents
-from lightning_memo.parallel.batches.router_losses import RouterLosses
-from lightning_memo.parallel.batches.token_layout import CurrentLayout
-from lightning_memo.parallel.context.context_groups import ContextGroups
+from lightning_memo.parallel.batches.loss_arguments import (
+    LossArguments,
+    RouterLosses,
+    takes_loss_arguments,
+    why_loss_unfit,
+)
+from lightning_memo.parallel.batches.token_layout import CurrentLayout, separate_documents
+from lightning_memo.parallel.context_parallel import ContextGroups
 from lightning_memo.parallel.device_mesh import (
     CONTEXT,
     DATA,
@@ -51,14 +52,14 @@ from lightning_memo.parallel.device_mesh import (
     sequence_group,
     stage_group,
 )
+from lightning_memo.parallel.fsdp_units import forget_gathered, forget_unfinished
 from lightning_memo.parallel.parallel_sizes import resolve_sizes, ulysses_size
-from lightning_memo.parallel.pipeline.pipeline import Pipeline
+from lightning_memo.parallel.pipeline.pipelined_model import Pipeline
 from lightning_memo.parallel.pipeline.stage_modules import is_stage
 from lightning_memo.parallel.ranks import Ranks, gather, processes_on_this_node
 from lightning_memo.parallel.tensor.experts import check_experts, divide_experts, find_experts
 from lightning_memo.parallel.tensor.shard_weights import check_divisible, shard_tensors
-from lightning_memo.parallel.zero.fsdp_units import forget_gathered, forget_unfinished
-from lightning_memo.parallel.zero.zero_sharding import ZeroSettings, shard_state
+from lightning_memo.parallel.zero_sharding import ZeroSettings, shard_state
 from lightning_memo.utils.find_layers import find_hugging_face, find_text_model
 
 # Batches are compared often at first and then from time to time, because most mistakes in the data show at once.

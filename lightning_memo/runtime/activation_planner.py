@@ -20,7 +20,6 @@ from lightning_memo.engine.memory.spill_file import SpillError
 from lightning_memo.parallel.ranks import Ranks, on_first_rank
 from lightning_memo.planner.choose_plan import Seconds, choose_plan
 from lightning_memo.planner.token_slices import slices_of
-from lightning_memo.profiler.allocation_recorder import Precedence, end_abandoned
 from lightning_memo.profiler.measured_costs import (
     available_budget,
     estimated_working_set,
@@ -28,8 +27,8 @@ from lightning_memo.profiler.measured_costs import (
     measured_layer_costs,
     state_bytes,
 )
-from lightning_memo.profiler.memory_meter import WorkingSet
-from lightning_memo.reports.memory_shortage import plan_shortage
+from lightning_memo.profiler.memory_meter import Precedence, WorkingSet, end_abandoned
+from lightning_memo.reports.tables import plan_shortage
 from lightning_memo.runtime.announce_plan import (
     announce_plan,
     announce_replanning,

@@ -6,7 +6,7 @@ import torch
 
 from lightning_memo.allocator import AllocatorStats
 from lightning_memo.artifacts.buffer_placement import StepPlacement
-from lightning_memo.reports.result_tables import MemoryUse
+from lightning_memo.reports.tables import MemoryUse
 from lightning_memo.utils.units import format_bytes
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.config import MemoConfig
-from lightning_memo.reports.plan_tables import plan_tables
+from lightning_memo.reports.tables import plan_tables
 from lightning_memo.utils.class_names import class_name
 
 

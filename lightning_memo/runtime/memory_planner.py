@@ -22,7 +22,7 @@ from lightning_memo.artifacts.trace import Trace
 from lightning_memo.engine import Engine
 from lightning_memo.planner.placement.placement_core import load_library
 from lightning_memo.planner.placement.step_placement import place_step, plan_memory
-from lightning_memo.reports.result_tables import MemoryUse
+from lightning_memo.reports.tables import MemoryUse
 from lightning_memo.runtime.activation_planner import ActivationPlanner
 from lightning_memo.runtime.allocator_report import memory_metrics, memory_use, placement_summary
 from lightning_memo.runtime.one_planner import begin_planning, end_planning, interrupt_planning

@@ -8,8 +8,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.engine import Engine
-from lightning_memo.profiler.allocation_recorder import Precedence
-from lightning_memo.reports.memory_shortage import step_shortage
+from lightning_memo.profiler.memory_meter import Precedence
+from lightning_memo.reports.tables import step_shortage
 from lightning_memo.runtime.activation_planner import ActivationPlanner
 from lightning_memo.runtime.step_meter import MetersSteps
 from lightning_memo.runtime.training_run import TrainingRun

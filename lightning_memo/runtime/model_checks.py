@@ -16,7 +16,7 @@ from lightning_memo.engine.forward.refuse_checkpointing import TURN_IT_OFF
 from lightning_memo.engine.fp8_modules import FP8_WEIGHTS, UNSUPPORTED, is_norm, refused_beside
 from lightning_memo.engine.fp8_state import engine_modules, is_in_fp8
 from lightning_memo.engine.modules.layer_forward import LayerForward
-from lightning_memo.parallel.zero.zero_sharding import gathers_itself
+from lightning_memo.parallel.zero_sharding import gathers_itself
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face, find_stacks, select_stacks
 

@@ -15,7 +15,7 @@ from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.planner import HostMemoryError
 from lightning_memo.planner.token_slices import TILE_TOKENS
-from lightning_memo.profiler.machine import free_device_bytes
+from lightning_memo.profiler.measured_costs import free_device_bytes
 from lightning_memo.runtime.activation_planner import ActivationPlanner
 from lightning_memo.runtime.memory_planner import MemoryPlanner
 from lightning_memo.runtime.step_state import StepState

@@ -5,8 +5,7 @@ from __future__ import annotations
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_memo.engine import Engine
-from lightning_memo.profiler.allocation_recorder import Precedence
-from lightning_memo.profiler.memory_meter import WorkingSet, WorkingSetMeter
+from lightning_memo.profiler.memory_meter import Precedence, WorkingSet, WorkingSetMeter
 
 _ONLY_ESTIMATED = "lightning_memo: another profiler runs, so the memory of the first step is only estimated."
 

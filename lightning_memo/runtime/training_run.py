@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memo.parallel.batches.token_layout import CurrentLayout
-from lightning_memo.parallel.context.context_groups import ContextGroups
+from lightning_memo.parallel.context_parallel import ContextGroups
 from lightning_memo.parallel.parallel_sizes import ParallelSizes
 from lightning_memo.parallel.ranks import Ranks
 

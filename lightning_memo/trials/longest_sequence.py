@@ -1,4 +1,7 @@
-"""Runs the search for the longest sequence: checks its settings, tries lengths, and saves and reports each attempt."""
+"""Searches the longest sequence that trains: checks the settings, tries lengths, and saves and reports each attempt.
+
+The state of the search is the list of attempts, so that it can resume at any time.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,15 +23,15 @@ from rich.text import Text
 
 from lightning_memo.config import MemoConfig
 from lightning_memo.profiler.measured_costs import model_fingerprint
-from lightning_memo.trials.length_search import Attempt, LengthSearch
 from lightning_memo.trials.training_trial import (
     OVERRIDDEN_TRAINER_ARGUMENTS,
+    Attempt,
     BatchOf,
     StrategyFactory,
     Trial,
+    TrialProcess,
     random_tokens,
 )
-from lightning_memo.trials.trial_process import TrialProcess
 from lightning_memo.utils.files import replacing
 from lightning_memo.utils.free_host_memory import available_host_bytes
 from lightning_memo.utils.units import format_bytes
@@ -199,3 +202,86 @@ def _attempts_table(attempts: Sequence[Attempt]) -> Table:
         cells = ["-" if size is None else format_bytes(size) for size in sizes]
         table.add_row(f"{attempt.tokens:,}", *cells, seconds, Text("fits" if attempt.fits else attempt.reason))
     return table
+
+
+class LengthSearch:
+    """Searches for the longest length that fits, assuming that longer sequences need more memory.
+
+    The first two attempts, at short lengths, show how memory grows. The next attempt is at the length predicted to fill
+    the memory. Later predictions use the two longest lengths that fit. Every other attempt bisects the remaining range,
+    or doubles the length, so that wrong predictions cost at most twice the attempts of bisection.
+
+    Args:
+        low: Shortest length of interest, in tokens.
+        high: Longest length of interest, in tokens.
+        multiple_of: Only multiples of this number are tried.
+        attempts: Earlier attempts with the same settings. Those at other lengths than the ones searched are ignored.
+
+    Raises:
+        ValueError: No multiple lies between `low` and `high`, or a number is not positive.
+    """
+
+    def __init__(self, low: int, high: int, multiple_of: int, attempts: Iterable[Attempt] = ()) -> None:
+        for name, value in (("low", low), ("high", high), ("multiple_of", multiple_of)):
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name}={value!r} is not a number of tokens: give an integer of at least 1")
+        if high < low:
+            raise ValueError(f"high={high} is below low={low}: give the shortest length of interest as low")
+        self.low, self.high = -(-low // multiple_of) * multiple_of, high // multiple_of * multiple_of
+        if self.high < self.low:
+            raise ValueError(
+                f"no multiple of {multiple_of} lies between low={low} and high={high}: give a smaller multiple_of"
+            )
+        self.multiple_of = multiple_of
+        lengths = range(self.low, self.high + 1, multiple_of)
+        self.attempts = [attempt for attempt in attempts if attempt.tokens in lengths]
+
+    @property
+    def longest(self) -> Attempt | None:
+        """The attempt at the longest length that has fit so far, or None."""
+        return max((a for a in self.attempts if a.fits), key=lambda attempt: attempt.tokens, default=None)
+
+    def add(self, attempt: Attempt) -> None:
+        """Adds the result of an attempt."""
+        self.attempts.append(attempt)
+
+    def next_tokens(self) -> int | None:
+        """Returns the length to try next, or None when the search is finished."""
+        longest = self.longest
+        if longest is None:
+            return None if any(attempt.tokens == self.low for attempt in self.attempts) else self.low
+        least = longest.tokens + self.multiple_of
+        failed = min((a.tokens for a in self.attempts if not a.fits), default=self.high + self.multiple_of)
+        most = failed - self.multiple_of
+        if least > most:
+            return None
+        return min(max(self._proposed(longest.tokens, failed), least), most)
+
+    def _proposed(self, longest: int, failed: int) -> int:
+        count = len(self.attempts)
+        if count == 2 or count % 2 == 1 < count:
+            return self._predicted()
+        return self._down((longest + failed) // 2 if failed <= self.high else 2 * longest)
+
+    def _predicted(self) -> int:
+        """The length at which planned memory would reach its limit if it grew linearly."""
+        fitting = sorted((a for a in self.attempts if a.fits), key=lambda attempt: attempt.tokens)
+        shorter, longer = fitting[max(len(fitting) - 2, 0)], fitting[-1]
+        lengths = []
+        for needs, limit in (
+            ((shorter.planned_device_bytes, longer.planned_device_bytes), longer.device_limit_bytes),
+            ((shorter.host_bytes, longer.host_bytes), longer.host_limit_bytes),
+        ):
+            lengths.append(_length_at((shorter.tokens, longer.tokens), needs, limit))
+        return self._down(min([length for length in lengths if length is not None], default=self.high))
+
+    def _down(self, tokens: int) -> int:
+        return tokens // self.multiple_of * self.multiple_of
+
+
+def _length_at(tokens: Sequence[int], needs: Sequence[int | None], limit: int | None) -> int | None:
+    """The length at which a line through two points reaches a limit, or None if it never does or a value is unknown."""
+    first, second = needs
+    if first is None or second is None or limit is None or second <= first:
+        return None
+    return tokens[1] + (limit - second) * (tokens[1] - tokens[0]) // (second - first)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.benchmark_modules import ROOT, load
 
-from lightning_memo.models import liger
+from lightning_memo.models import model_builder
 
 pytestmark = pytest.mark.usefixtures("own_modules")
 
@@ -25,7 +25,7 @@ def run(monkeypatch, *arguments):
 def report(own_modules, tmp_path_factory):
     folder = tmp_path_factory.mktemp("kernels")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(liger, "_PACKAGE", False)
+        patch.setattr(model_builder, "_LIGER", False)
         assert run(patch, "--device", "cpu", "--quick", "--output", folder) == 0
     (path,) = folder.iterdir()
     return json.loads(path.read_text())

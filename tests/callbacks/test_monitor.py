@@ -22,7 +22,7 @@ from rich.table import Table
 from support.trainer_harness import LanguageModel, batches, make_trainer
 
 from lightning_memo import MemoStrategy
-from lightning_memo.callbacks import Monitor, ScheduleRecorder, StepProgressBar, WriteReport, progress_bar
+from lightning_memo.callbacks import Monitor, ScheduleRecorder, StepProgressBar, WriteReport, monitor
 from lightning_memo.callbacks.monitor import shape_of_module
 from lightning_memo.engine import TestMode
 from lightning_memo.reports.run_page import RunReport, curve_svg
@@ -171,7 +171,7 @@ def test_the_bar_tells_steps_and_what_is_monitored(width: int, steps: int, tmp_p
 
 @pytest.mark.usefixtures("rich_console")
 def test_without_a_terminal_there_are_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_bar, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(monitor, "_LINE_SECONDS", 0.0)
     out = io.StringIO()
     trainer = make_trainer(
         MemoStrategy(alpha=0.5, plan_memory=False), max_steps=3, enable_progress_bar=True, log_every_n_steps=1,

@@ -11,7 +11,7 @@ from support.commands import composed
 
 from lightning_memo.cli.build_run import build_strategy
 from lightning_memo.cli.hydra_command import config_dir, plain_settings
-from lightning_memo.cli.restarts import Launch, _new_folder, register_run_folder
+from lightning_memo.cli.run_folder import Launch, _new_folder, register_run_folder
 from lightning_memo.models import ModelConfig, load_hf_config
 
 GROUPS = ("model", "data", "strategy", "trainer", "callbacks", "logger", "experiment")

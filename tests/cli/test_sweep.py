@@ -15,7 +15,7 @@ from support.commands import MODULE, SWEEP, TINY_RUN, WITHOUT_REPORT, environmen
 from support.commands import run as run_command
 from support.markers.slow import slow_if
 
-from lightning_memo.cli.run_summary import RunSummary, differing_settings
+from lightning_memo.cli.run_folder import RunSummary, differing_settings
 from lightning_memo.cli.sweep import draw_sweep, load_runs, sweep_results_table
 
 

@@ -12,7 +12,7 @@ from support.markers.slow import slow_if
 from support.paths import ROOT
 
 from lightning_memo import train as command
-from lightning_memo.cli import baselines
+from lightning_memo.cli import step_stats
 from lightning_memo.cli.hydra_command import command_error_message, config_dir
 from lightning_memo.utils.files import replacing
 
@@ -97,7 +97,7 @@ def test_sigterm_in_the_comparison_is_no_success(train, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
             return super().training_step(batch, batch_idx)
 
-    monkeypatch.setattr(baselines, "CausalLM", Terminated)
+    monkeypatch.setattr(step_stats, "CausalLM", Terminated)
     # Lightning's exception has no status, which Python treats as 0.
     assert train("strategy=plain", "compare=true")[0] == 128 + signal.SIGTERM
 

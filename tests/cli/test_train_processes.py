@@ -31,7 +31,7 @@ from torch.distributed import TCPStore
 
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.cli.hydra_command import config_dir
-from lightning_memo.cli.launch import SweepRefused, arguments_of_process
+from lightning_memo.cli.processes import SweepRefused, arguments_of_process
 from lightning_memo.utils.process import is_rank_zero
 
 PARALLEL_EXPERIMENTS = sorted(p.stem for p in Path(config_dir(), "experiment").glob("*.yaml") if "parallel" in p.stem)
@@ -266,7 +266,7 @@ def test_a_sweep_in_one_process_of_torchrun_is_allowed(monkeypatch):
 
 
 SECOND_PROCESS = """
-from lightning_memo.cli.launch import computed_on_rank_zero
+from lightning_memo.cli.processes import computed_on_rank_zero
 try:
     print(computed_on_rank_zero(lambda: "own"))
 except ValueError as error:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.samples.documents import module
 
-from lightning_memo.data.packing import PackedRows
+from lightning_memo.data.document_rows import PackedRows
 from lightning_memo.data.resumable_loader import EpochSampler, ResumableLoader, balanced_order
 
 SEQ_LEN = 512

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_memo import MemoStrategy
 from lightning_memo.data import DocumentsDataModule
-from lightning_memo.data.packing import PackedRows
+from lightning_memo.data.document_rows import PackedRows
 
 STREAM = {"streaming": True, "val_documents": 6, "buffer_rows": 3, "batch_size": 1}
 

@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lightning_memo import MemoStrategy
 from lightning_memo.data import DocumentsDataModule, TextDataModule
-from lightning_memo.data.packing import IGNORED, PackedRows, PaddedRows, best_fit
+from lightning_memo.data.document_rows import IGNORED, PackedRows, PaddedRows, best_fit
 from lightning_memo.models import CausalLM
 
 

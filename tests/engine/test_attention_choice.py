@@ -25,11 +25,11 @@ from lightning_memo.kernels import AttentionSpec
 from lightning_memo.kernels import select_kernel as select
 from lightning_memo.kernels.attention_kernel import AttentionResult
 from lightning_memo.kernels.cpu_flash import CpuFlash
-from lightning_memo.kernels.replayed_sdpa import Replay
-from lightning_memo.kernels.time_kernels import PROBE_TOKENS, ProbeInputs, agreed, fastest_kernel, try_kernels
+from lightning_memo.kernels.fallback_kernels import Replay
+from lightning_memo.kernels.select_kernel import PROBE_TOKENS, ProbeInputs, agreed, fastest_kernel, try_kernels
 from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.planner.token_slices import plan_of_alpha, plan_of_plain_training
-from lightning_memo.reports.plan_tables import plan_table
+from lightning_memo.reports.tables import plan_table
 
 SPEC = AttentionSpec()
 

@@ -21,7 +21,7 @@ from lightning_memo.engine.copy_streams import CopyEvent, CopyStream, CudaCopySt
 from lightning_memo.engine.memory import slot_memory as memory
 from lightning_memo.engine.timeline_recorder import TimelineRecorder
 from lightning_memo.loss.attach_loss import attach_chunked_loss
-from lightning_memo.parallel.batches.positions import right_padded_lengths
+from lightning_memo.parallel.batches.token_layout import right_padded_lengths
 
 aten = torch.ops.aten
 # On a GPU each of these makes the host wait for the device: their results, or the sizes of those, are needed there.

@@ -25,7 +25,7 @@ from transformers.models.llama import modeling_llama
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.swap_plan import HostBacked
 from lightning_memo.engine import Engine
-from lightning_memo.engine.attention.streamed_attention import StreamedAttention
+from lightning_memo.engine.attention.sliced_attention import StreamedAttention
 from lightning_memo.engine.copy_streams import CopyEvent, ThreadCopyStream
 from lightning_memo.engine.memory import slot_memory
 from lightning_memo.engine.memory.block_reader import BlockReader, token_rows

@@ -26,8 +26,8 @@ from lightning_memo.estimate.step_times import layer_times
 from lightning_memo.estimate.tables import format_alpha
 from lightning_memo.planner.token_slices import memory_of_plan
 from lightning_memo.runtime import solve_plan
-from lightning_memo.shapes.adapters import adapters_of
 from lightning_memo.shapes.hf_config import shape_of
+from lightning_memo.shapes.model_shape import adapters_of
 
 ALONE = Parallelism()
 TOKENS = 64

@@ -31,8 +31,7 @@ from lightning_memo.estimate.step_times import tokens_read
 from lightning_memo.estimate.what_would_fit import suggest_slices
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.models import CausalLM
-from lightning_memo.shapes.adapters import adapters_of
-from lightning_memo.shapes.model_shape import ModelShape
+from lightning_memo.shapes.model_shape import ModelShape, adapters_of
 
 K = 1024
 SLICE = 2 * K  # the least number of tokens in a block of keys and values

@@ -30,9 +30,8 @@ from lightning_memo.estimate.saved_tensors import layer_activations, saved_tenso
 from lightning_memo.estimate.step_estimate import estimate
 from lightning_memo.models import CausalLM
 from lightning_memo.planner import plan_swap
-from lightning_memo.shapes.adapters import adapters_of
 from lightning_memo.shapes.hf_config import shape_of
-from lightning_memo.shapes.model_shape import ModelShape
+from lightning_memo.shapes.model_shape import ModelShape, adapters_of
 
 SIZES = {precision: bytes_of(precision, 1) for precision in get_args(Precision)}
 FP32 = SIZES["32-true"]

@@ -11,9 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_memo.engine.attention.attention_selector import AttentionSelector
 from lightning_memo.kernels import AttentionSpec, select_backend
 from lightning_memo.kernels.attention_kernel import repeat_heads
-from lightning_memo.kernels.cudnn import CudnnSdpa
-from lightning_memo.kernels.flash_attention import AtenFlash
-from lightning_memo.kernels.replayed_sdpa import Replay
+from lightning_memo.kernels.fallback_kernels import Replay
+from lightning_memo.kernels.flash_attention import AtenFlash, CudnnSdpa
 
 TOKENS = 200  # no multiple of a kernel's block
 # Output and gradients are rounded to 8 or 11 bits, the weights between them too.

@@ -10,7 +10,7 @@ from support.harness import Batch, EngineUnderTest, loss_and_gradients
 from torch import nn
 
 from lightning_memo.models import ModelConfig, build_model
-from lightning_memo.models.liger import restore_rotary
+from lightning_memo.models.model_builder import restore_rotary
 
 pytest.importorskip("liger_kernel")
 

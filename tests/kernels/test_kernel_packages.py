@@ -30,9 +30,9 @@ from support.transformer_engine_stand_in.protocol import ATTENTION, OTHERS, TABL
 
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.kernels.cpu_flash import CpuFlash
-from lightning_memo.kernels.cudnn import CudnnSdpa
 from lightning_memo.kernels.divided_calls import PackedDocuments
-from lightning_memo.kernels.flash_attention import AtenFlash, BandedFlash
+from lightning_memo.kernels.fallback_kernels import Replay
+from lightning_memo.kernels.flash_attention import AtenFlash, BandedFlash, CudnnSdpa
 from lightning_memo.kernels.kernel_packages import (
     FlashAttn,
     FlashAttn3,
@@ -40,7 +40,6 @@ from lightning_memo.kernels.kernel_packages import (
     Package,
     TransformerEngineAttention,
 )
-from lightning_memo.kernels.replayed_sdpa import Replay
 from lightning_memo.kernels.select_kernel import check_available, select_backend
 
 # ---- the flash-attn package, in the signatures of 2.7 and 2.8

@@ -25,10 +25,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.kernels.cpu_flash import CpuFlash
-from lightning_memo.kernels.cudnn import CudnnSdpa
 from lightning_memo.kernels.divided_calls import PackedDocuments
-from lightning_memo.kernels.flash_attention import AtenFlash, BandedFlash
-from lightning_memo.kernels.replayed_sdpa import Replay
+from lightning_memo.kernels.fallback_kernels import Replay
+from lightning_memo.kernels.flash_attention import AtenFlash, BandedFlash, CudnnSdpa
 from lightning_memo.kernels.rng_state import RngState
 from lightning_memo.profiler.memory_meter import PeakMeter
 

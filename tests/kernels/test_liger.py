@@ -28,7 +28,7 @@ from transformers.models.llama import modeling_llama
 
 from lightning_memo import MemoStrategy
 from lightning_memo.models import CausalLM, ModelConfig, build_model
-from lightning_memo.models import liger as option
+from lightning_memo.models import model_builder as option
 
 MISSING = [name for name in ("triton", "liger_kernel") if importlib.util.find_spec(name) is None]
 REQUIRED = "EXTRAS_REQUIRED" in os.environ
@@ -223,7 +223,7 @@ def test_a_type_without_kernels_is_refused():
 
 def test_without_a_gpu_it_is_refused(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(option, "_PACKAGE", True)
+    monkeypatch.setattr(option, "_LIGER", True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     module = CausalLM({"config": {"model_type": "llama", **SIZES}, "liger": True})
     with pytest.raises(ValueError, match=r"^model.liger=true needs a GPU, and this model runs on cpu: [^\n]*$"):
@@ -231,7 +231,7 @@ def test_without_a_gpu_it_is_refused(monkeypatch):
 
 
 def test_without_the_package_it_is_refused(train, monkeypatch):
-    monkeypatch.setattr(option, "_PACKAGE", False)
+    monkeypatch.setattr(option, "_LIGER", False)
     status, _, errors = train("model.liger=true")
     assert status == 2
     assert (

@@ -20,8 +20,8 @@ from lightning_memo.kernels import AttentionResult, AttentionSpec, select_backen
 from lightning_memo.kernels.attention_kernel import block_mask, merge, sees_nothing_result, sums_dtype
 from lightning_memo.kernels.cpu_flash import CpuFlash
 from lightning_memo.kernels.divided_calls import PackedDocuments
-from lightning_memo.kernels.document_pieces import pieces, sees_any
-from lightning_memo.kernels.replayed_sdpa import Replay
+from lightning_memo.kernels.fallback_kernels import Replay
+from lightning_memo.kernels.flash_attention import pieces, sees_any
 
 FP32_BOUND = 2e-6
 DOCUMENTS = ((0, 5, 6, 17), (0, 12))

@@ -25,7 +25,7 @@ from lightning_memo import MemoStrategy
 from lightning_memo.export import main
 from lightning_memo.models import CausalLM
 from lightning_memo.models.export_hugging_face import export_huggingface, gather_state
-from lightning_memo.parallel.checkpoints.sharded_checkpoint import save_sharded
+from lightning_memo.parallel.sharded_checkpoint import save_sharded
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 33, "hidden_size": 16, "intermediate_size": 22, "num_hidden_layers": 2,

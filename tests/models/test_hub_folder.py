@@ -16,7 +16,7 @@ from support.markers.slow import slow_if
 from lightning_memo.data.tokenizer import load_tokenizer
 from lightning_memo.estimate.presets import model_of
 from lightning_memo.models import ModelConfig, build_model
-from lightning_memo.shapes.hub_folder import MODEL_FILES, hub_folder
+from lightning_memo.shapes.hf_config import MODEL_FILES, hub_folder
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,

@@ -16,11 +16,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_memo.kernels import AttentionSpec, select_backend
-from lightning_memo.kernels.replayed_sdpa import Replay
+from lightning_memo.kernels.fallback_kernels import Replay
 from lightning_memo.parallel.batches.token_layout import Documents, TokenLayout, ring_chunks, zigzag
-from lightning_memo.parallel.context.context_groups import ContextAttention, ContextGroups
-from lightning_memo.parallel.context.ring_attention import kernel_calls
-from lightning_memo.parallel.context.state_exchange import StateExchange
+from lightning_memo.parallel.context_parallel import ContextAttention, ContextGroups, StateExchange, kernel_calls
 from lightning_memo.parallel.parallel_sizes import choose_ulysses
 
 OUT_BOUND = 1e-6

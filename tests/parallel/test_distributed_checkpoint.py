@@ -33,8 +33,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_memo.parallel.checkpoints.open_checkpoint import FolderReader
-from lightning_memo.parallel.checkpoints.sharded_checkpoint import (
+from lightning_memo.parallel.open_checkpoint import FolderReader
+from lightning_memo.parallel.ranks import on_every_rank, on_first_rank
+from lightning_memo.parallel.sharded_checkpoint import (
     existing_checkpoint,
     load_sharded,
     optimizer_state,
@@ -42,7 +43,6 @@ from lightning_memo.parallel.checkpoints.sharded_checkpoint import (
     save_sharded,
     sharded_model_state,
 )
-from lightning_memo.parallel.ranks import on_every_rank, on_first_rank
 
 VOCABULARY = 33  # cut unevenly, as are the 11 rows of each half of the MLP's 22
 TOPOLOGIES = {

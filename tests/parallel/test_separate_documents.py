@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_memo.data import DocumentsDataModule
 from lightning_memo.models import CausalLM
-from lightning_memo.parallel.batches.positions import find_mixed_documents, separate_documents
+from lightning_memo.parallel.batches.token_layout import find_mixed_documents, separate_documents
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,

@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from lightning_memo.parallel.local_tensors import resolve_partial
-from lightning_memo.parallel.tensor.shard_weights import assign_styles, check_divisible, shard_tensors
-from lightning_memo.parallel.tensor.tensor_plan import TensorPlan
+from lightning_memo.parallel.tensor.shard_weights import TensorPlan, assign_styles, check_divisible, shard_tensors
 
 ATTENTION = "tests_causal"
 BATCH, TOKENS = 2, 16

@@ -4,12 +4,12 @@ import time
 import pytest
 import torch
 
-from lightning_memo.profiler import machine
-from lightning_memo.profiler.machine import free_device_bytes, measure_copy_bandwidth
+from lightning_memo.profiler import measured_costs
+from lightning_memo.profiler.measured_costs import free_device_bytes, measure_copy_bandwidth
 
 
 def test_the_memory_of_a_cpu_is_the_hosts(monkeypatch):
-    monkeypatch.setattr(machine, "available_host_bytes", lambda: 77)
+    monkeypatch.setattr(measured_costs, "available_host_bytes", lambda: 77)
     assert free_device_bytes(torch.device("cpu")) == 77
 
 
@@ -43,7 +43,7 @@ class Clock(threading.local):
 @pytest.fixture
 def clock(monkeypatch):
     stands_in = Clock()
-    monkeypatch.setattr(machine, "time", stands_in)
+    monkeypatch.setattr(measured_costs, "time", stands_in)
     return stands_in
 
 

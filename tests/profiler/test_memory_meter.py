@@ -9,8 +9,7 @@ from support.markers.slow import slow_if
 from torch.profiler import ProfilerActivity, record_function
 
 from lightning_memo.profiler import memory_meter as meter
-from lightning_memo.profiler.allocation_recorder import AllocationRecorder
-from lightning_memo.profiler.memory_meter import PeakMeter
+from lightning_memo.profiler.memory_meter import AllocationRecorder, PeakMeter
 
 CPU = torch.device("cpu")
 
@@ -45,7 +44,7 @@ def test_a_process_may_end_while_memory_is_recorded(statement):
     """PyTorch's profiler would use its own objects after they are gone, and the process be killed by SIGSEGV."""
     code = f"""
         import torch
-        from lightning_memo.profiler.allocation_recorder import AllocationRecorder
+        from lightning_memo.profiler.memory_meter import AllocationRecorder
         recorder = AllocationRecorder()
         print(torch.ones(3, requires_grad=True).sum().item())
         {statement}

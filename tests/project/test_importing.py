@@ -13,7 +13,7 @@ import pytest
 from support.commands import run
 from support.paths import ROOT
 
-from lightning_memo.cli import prepare_process
+from lightning_memo.cli import processes
 
 REGISTERED = "from lightning.pytorch.strategies import StrategyRegistry; print('memo' in StrategyRegistry)"
 TRAINER = (
@@ -66,11 +66,11 @@ def test_packages_are_attributes_and_the_package_can_be_reloaded(tmp_path):
 
 
 def test_a_command_collects_garbage_again_after_its_imports(monkeypatch):
-    monkeypatch.setattr(prepare_process, "_exit_on_interrupt", lambda: None)
+    monkeypatch.setattr(processes, "_exit_on_interrupt", lambda: None)
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
     gc.collect()  # so that no garbage is kept
     frozen = gc.get_freeze_count()
-    prepare_process.prepare_process()
+    processes.prepare_process()
     assert not gc.isenabled()
-    prepare_process.finish_imports()
+    processes.finish_imports()
     assert gc.isenabled() and gc.get_freeze_count() > frozen

@@ -8,8 +8,7 @@ from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
 from lightning_memo.artifacts.swap_plan import PlanMemory
 from lightning_memo.planner.token_slices import plan_of_plain_training
-from lightning_memo.reports.plan_tables import plan_table
-from lightning_memo.reports.result_tables import Measurement, comparison_table
+from lightning_memo.reports.tables import Measurement, comparison_table, plan_table
 
 MIB = 2**20
 GIB = 2**30

@@ -16,7 +16,7 @@ from support.trainer_harness import LanguageModel, fit, loader, shorten_measurem
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.timeline import COMPUTE, RECOMPUTE, Span, Timeline
 from lightning_memo.callbacks import ScheduleRecorder
-from lightning_memo.callbacks.record_schedule import PICTURE_FILE, TRACE_FILE
+from lightning_memo.callbacks.run_report import PICTURE_FILE, TRACE_FILE
 from lightning_memo.reports.schedule import draw_schedule, write_trace
 
 STEP = Timeline(

@@ -19,7 +19,7 @@ from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.slot_layouts import SpillLayout
 from lightning_memo.config import MemoConfig
-from lightning_memo.reports.plan_tables import plan_tables
+from lightning_memo.reports.tables import plan_tables
 
 # Relative errors of losses after two optimizer steps: about twice the largest of those that were measured.
 NEAR = 1e-4

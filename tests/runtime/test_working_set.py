@@ -16,8 +16,8 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
-from lightning_memo.profiler.allocation_recorder import AllocationRecorder
 from lightning_memo.profiler.memory_meter import (
+    AllocationRecorder,
     AllocationRequest,
     PeakMeter,
     StepTimes,

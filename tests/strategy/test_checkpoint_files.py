@@ -28,7 +28,7 @@ from support.trainer_harness import ResumableLoader, Sequences, fit
 
 from lightning_memo import MemoStrategy
 from lightning_memo.checkpointing import CheckpointFileIO
-from lightning_memo.parallel.checkpoints.damage import DamagedCheckpoint
+from lightning_memo.parallel.open_checkpoint import DamagedCheckpoint
 from lightning_memo.utils.files import WriteError, replacing
 
 WRITES = CheckpointFileIO()

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.profiler import measured_costs
-from lightning_memo.profiler.allocation_recorder import Precedence
+from lightning_memo.profiler.memory_meter import Precedence
 from lightning_memo.runtime.step_meter import StepMeter
 
 TOKENS = 96

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves_with_path
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
-from lightning_memo.cli import restarts
+from lightning_memo.cli import run_folder
 from lightning_memo.profiler import measured_costs as costs
 
 STEPS = 6
@@ -94,7 +94,7 @@ class Lost(Callback):
     """Ends the second process in the fifth step of the first start: by SIGKILL, or alone as by a bug."""
 
     def __init__(self) -> None:
-        self._first = not any(int(os.environ.get(name, "0")) for name in restarts.COUNTS)
+        self._first = not any(int(os.environ.get(name, "0")) for name in run_folder.COUNTS)
 
     @override
     def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
@@ -165,7 +165,7 @@ def test_a_job_that_slurm_queues_again_goes_on(train, tmp_path: Path, monkeypatc
     assert train(*command, "name=whole")[0] == 0  # another command of the same job
     (whole,) = (tmp_path / "outputs" / "whole" / "runs").iterdir()
     assert list(runs.iterdir()) == [lost]
-    assert not restarts.Launch(["slurm 4712"], []).was_in(lost)
+    assert not run_folder.Launch(["slurm 4712"], []).was_in(lost)
 
     assert train(*command)[0] == 0
     assert list(runs.iterdir()) == [lost]
@@ -175,20 +175,20 @@ def test_a_job_that_slurm_queues_again_goes_on(train, tmp_path: Path, monkeypatc
     assert list(runs.iterdir()) == [lost] and metrics(lost) == losses
 
     monkeypatch.delenv("SLURM_RESTART_COUNT")
-    assert not restarts.Launch.here([]).was_in(lost), "a command that is given again begins anew"
+    assert not run_folder.Launch.here([]).was_in(lost), "a command that is given again begins anew"
 
 
 def test_a_launch_of_torchrun_is_known_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert restarts.Launch.here([]) is None
+    assert run_folder.Launch.here([]) is None
     names = []
     for name in ("one", "two", "none"):
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
-        launch = restarts.Launch.here(["seed=1"])
-        assert launch == restarts.Launch.here(["seed=1"])
+        launch = run_folder.Launch.here(["seed=1"])
+        assert launch == run_folder.Launch.here(["seed=1"])
         launch.save(tmp_path / name)
         assert launch.was_in(tmp_path / name) and launch.resumes_in(tmp_path / name)
-        assert not restarts.Launch.here(["seed=2"]).was_in(tmp_path / name)
+        assert not run_folder.Launch.here(["seed=2"]).was_in(tmp_path / name)
         names += launch.names
     assert len(set(names)) == 3 and names[2].startswith("torchrun ") and str(os.getppid()) in names[2]
     (tmp_path / "none" / "summary.json").touch()

@@ -27,10 +27,10 @@ from torch import distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_memo import MemoStrategy
+from lightning_memo.callbacks import end_on_sigterm
 from lightning_memo.data.resumable_loader import SequenceDataset
-from lightning_memo.data.sequence_module import Loaded, SequenceDataModule
-from lightning_memo.parallel import end_together
-from lightning_memo.parallel.checkpoints.sharded_checkpoint import load_sharded
+from lightning_memo.data.text_module import Loaded, SequenceDataModule
+from lightning_memo.parallel.sharded_checkpoint import load_sharded
 from lightning_memo.profiler import measured_costs as costs
 
 LAYERS = 6
@@ -247,7 +247,7 @@ def run_as_rank(
     os.dup2(output, 1)
     os.dup2(output, 2)
     costs._BANDWIDTH_SECONDS = 0.005  # of no interest here
-    end_together._GRACE_SECONDS = GRACE_SECONDS
+    end_on_sigterm._GRACE_SECONDS = GRACE_SECONDS
     saver = ModelCheckpoint(folder / "saved", "{step}", every_n_train_steps=3, save_top_k=2, monitor="step", mode="max")
     stopped = ModelCheckpoint(folder / "saved", "stopped", every_n_train_steps=10**6, save_on_exception=True)
     trainer = make_trainer(
@@ -380,7 +380,7 @@ def lose_a_process(port: int, status: int) -> None:
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdin is not None and child.stdout is not None
     child.stdout.readline()
-    together = end_together.EndTogether([child])
+    together = end_on_sigterm.EndTogether([child])
     store = dist.TCPStore("127.0.0.1", port, 1, is_master=True)
     together.join(store, 0, 1)
     signal.signal(signal.SIGTERM, lambda *_: None)
@@ -406,7 +406,7 @@ def test_a_process_that_is_lost_after_the_last_step(status: int, expected: int) 
 
 def test_the_signal_of_a_forked_worker_is_its_own(tmp_path: Path) -> None:
     """A worker of a data loader has the handlers of the process, and is ended by SIGTERM when an epoch ends."""
-    watch = end_together.EndTogether([])
+    watch = end_on_sigterm.EndTogether([])
     earlier = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         child = os.fork()

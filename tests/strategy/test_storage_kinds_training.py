@@ -23,7 +23,7 @@ from lightning_memo.config import MemoConfig
 from lightning_memo.planner.choose_plan import with_spare_device
 from lightning_memo.planner.plan_storage_kinds import common_problem, plan_kinds
 from lightning_memo.planner.storage_planner import StorageError
-from lightning_memo.reports.plan_tables import plan_tables
+from lightning_memo.reports.tables import plan_tables
 from lightning_memo.runtime import activation_planner
 from lightning_memo.runtime import solve_plan as planning
 from lightning_memo.runtime.solve_plan import plan_by_kind

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memo import MemoLoop, MemoStrategy
-from lightning_memo.profiler.allocation_recorder import AllocationRecorder
+from lightning_memo.profiler.memory_meter import AllocationRecorder
 
 STEPS = 4
 CPU = [ProfilerActivity.CPU]

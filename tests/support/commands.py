@@ -16,7 +16,7 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from lightning_memo.cli import launch
+from lightning_memo.cli import processes
 from lightning_memo.cli.hydra_command import config_dir
 from support import warm
 from support.paths import ROOT, TESTS
@@ -134,5 +134,5 @@ def composed(name: str, *overrides: str) -> DictConfig:
 if __name__ == "__main__":
     from lightning_memo.train import main
 
-    launch._DELAY_SECONDS = 1.0
+    processes._DELAY_SECONDS = 1.0
     main()

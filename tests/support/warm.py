@@ -37,7 +37,7 @@ _PRELOADED = (
     "fsspec.implementations.local", "PIL.Image", "torch.distributed.checkpoint", "tensorboard.plugins.hparams.api_pb2",
 )  # fmt: skip
 _PRELOADED_UNLESS_BARE = (
-    "lightning.pytorch", "lightning_memo.cli.baselines", "lightning_memo.cli.build_run",
+    "lightning.pytorch", "lightning_memo.cli.step_stats", "lightning_memo.cli.build_run",
     "lightning_memo.cli.training_job",
     "lightning_memo.cli.sweep",
 )  # fmt: skip

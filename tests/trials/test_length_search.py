@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memo.trials.length_search import Attempt, LengthSearch
+from lightning_memo.trials.longest_sequence import LengthSearch
+from lightning_memo.trials.training_trial import Attempt
 
 
 def attempt(tokens, limit, growth, base):

@@ -27,9 +27,8 @@ from lightning_memo.cli.build_run import build_strategy, module_settings
 from lightning_memo.cli.hydra_command import config_dir
 from lightning_memo.longest import main
 from lightning_memo.trials import longest_sequence as find
-from lightning_memo.trials.length_search import Attempt, LengthSearch
-from lightning_memo.trials.training_trial import RandomTokens, Trial
-from lightning_memo.trials.trial_process import TrialProcess
+from lightning_memo.trials.longest_sequence import LengthSearch
+from lightning_memo.trials.training_trial import Attempt, RandomTokens, Trial, TrialProcess
 
 TRAINER = {"accelerator": "cpu", "devices": 1}
 BUDGET = {"device_memory": 1_200_000, "alpha": 0.0}
@@ -85,7 +84,7 @@ def test_attempts_that_run_out_of_memory_are_survived():
 
 ENDLESS = """
 import time
-from lightning_memo.trials.trial_process import TrialProcess
+from lightning_memo.trials.training_trial import TrialProcess
 attempt = TrialProcess(time.sleep, memory_bytes=None)
 attempt._start()
 print(attempt._process.pid, attempt._folder.name, flush=True)

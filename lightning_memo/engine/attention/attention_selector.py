@@ -11,17 +11,22 @@ from torch import Tensor
 
 from lightning_memo.artifacts.plan import AttentionTrial
 from lightning_memo.artifacts.swap_plan import Attention
-from lightning_memo.engine.attention.sliced_attention import attend
-from lightning_memo.engine.attention.streamed_attention import StreamedAttention, StreamedUlysses
+from lightning_memo.engine.attention.sliced_attention import StreamedAttention, StreamedUlysses, attend
 from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.timeline_recorder import Clock
 from lightning_memo.kernels import AttentionBackend, AttentionSpec, select_backend
-from lightning_memo.kernels.select_kernel import candidate_kernels, check_available
-from lightning_memo.kernels.time_kernels import ProbeInputs, Timer, agreed, fastest_kernel, try_kernels
+from lightning_memo.kernels.select_kernel import (
+    ProbeInputs,
+    Timer,
+    agreed,
+    candidate_kernels,
+    check_available,
+    fastest_kernel,
+    try_kernels,
+)
 from lightning_memo.parallel.batches.token_layout import TokenLayout
-from lightning_memo.parallel.context.context_groups import ContextAttention, ContextGroups
-from lightning_memo.parallel.context.ulysses_attention import HeadExchange
+from lightning_memo.parallel.context_parallel import ContextAttention, ContextGroups, HeadExchange
 from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.planner.host_backed_sizes import BLOCK_TOKENS
 from lightning_memo.planner.token_slices import TokenRange

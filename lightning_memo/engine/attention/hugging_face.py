@@ -29,8 +29,7 @@ from lightning_memo.engine.forward.autocast import autocast_inputs
 from lightning_memo.engine.forward.collected_outputs import is_collected
 from lightning_memo.engine.forward.intercept import current_handler, is_sdpa_pytorchs, leave_to_model
 from lightning_memo.kernels import AttentionSpec, select_backend
-from lightning_memo.parallel.batches.positions import valid_ranges
-from lightning_memo.parallel.batches.token_layout import CurrentLayout
+from lightning_memo.parallel.batches.token_layout import CurrentLayout, valid_ranges
 from lightning_memo.utils.around_forward import has_user_hooks
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face

@@ -21,8 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_memo.parallel.batches.positions import first_and_count
-from lightning_memo.parallel.batches.token_layout import CurrentLayout, Documents, TokenLayout, multiple
+from lightning_memo.parallel.batches.token_layout import (
+    CurrentLayout,
+    Documents,
+    TokenLayout,
+    first_and_count,
+    multiple,
+)
 from lightning_memo.utils.user_errors import RefusedAtAnyLength
 
 _PAIRS = 1 << 22  # pairs of a query and a key that are evaluated at a time

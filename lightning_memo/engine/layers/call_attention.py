@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from lightning_memo.engine.attention.sliced_attention import SlicedAttention
-from lightning_memo.engine.attention.streamed_attention import StreamedAttention, StreamedUlysses
+from lightning_memo.engine.attention.sliced_attention import SlicedAttention, StreamedAttention, StreamedUlysses
 from lightning_memo.engine.layers.engine_services import EngineServices
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.planner.token_slices import TokenRange

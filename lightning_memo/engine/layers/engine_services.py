@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from lightning_memo.engine.attention.attention_selector import AttentionSelector
-from lightning_memo.engine.attention.streamed_attention import StreamedAttention, StreamedUlysses
+from lightning_memo.engine.attention.sliced_attention import StreamedAttention, StreamedUlysses
 from lightning_memo.engine.layers.pending_calls import PendingCalls
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.layers.token_sharing import TokenSharing

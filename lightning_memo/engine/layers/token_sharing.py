@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from lightning_memo.artifacts.storage_plan import StoragePlan
 from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.modules.layer_classes import RequestedSettings
 from lightning_memo.engine.modules.layer_forward import read_call
 from lightning_memo.engine.modules.layer_probe import LayerTraits
-from lightning_memo.engine.modules.requested_settings import RequestedSettings
 from lightning_memo.engine.recurrence import HandedStates
 from lightning_memo.parallel.batches.token_layout import CurrentLayout, TokenLayout, slice_multiple
-from lightning_memo.parallel.context.context_groups import ContextGroups
+from lightning_memo.parallel.context_parallel import ContextGroups
 from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.planner.token_slices import TokenRange, plan_of_alpha, slices_of
 

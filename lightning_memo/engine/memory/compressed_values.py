@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_memo.artifacts.slot_layouts import BLOCK
-from lightning_memo.parallel.zero.quantised_collectives import value_blocks
+from lightning_memo.parallel.zero_sharding import value_blocks
 
 _BLOCKS_AT_ONCE: Final = 2**24 // BLOCK
 """Blocks that are compressed in one pass, for which a CPU needs memory for as many values in fp32."""

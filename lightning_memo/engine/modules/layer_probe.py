@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from lightning_memo.engine.attention.attention_sinks import merge_sinks
 from lightning_memo.engine.forward.asked_gradients import NotedQuestions
 from lightning_memo.engine.forward.collected_outputs import split_output
 from lightning_memo.engine.forward.cut_tokens import take_tokens
@@ -24,10 +23,10 @@ from lightning_memo.engine.memory.lazy_tensor import part_of
 from lightning_memo.engine.recurrence import StateCall, handing
 from lightning_memo.engine.saved_tensors.side_effects import HiddenWrites, SideEffects, kept_elsewhere
 from lightning_memo.engine.state.layer_state import LayerState
+from lightning_memo.engine.token_locality.fake_run import without_global_hooks, without_hooks
 from lightning_memo.engine.token_locality.prove_locality import Locality
-from lightning_memo.engine.token_locality.user_code import without_global_hooks, without_hooks
 from lightning_memo.kernels import AttentionBackend, AttentionSpec, RngState
-from lightning_memo.kernels.attention_kernel import sums_dtype
+from lightning_memo.kernels.attention_kernel import merge_sinks, sums_dtype
 from lightning_memo.planner.token_slices import KEPT, SavedBytes, TokenRange
 
 # Two runs of the same arithmetic may differ by rounding, where sums are computed in any order.

@@ -27,14 +27,13 @@ from lightning_memo.engine.forward.cut_tokens import cut
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.memory.lazy_tensor import part_of
-from lightning_memo.engine.modules.layer_classes import LayerClasses
+from lightning_memo.engine.modules.layer_classes import LayerClasses, RequestedSettings
 from lightning_memo.engine.modules.layer_probe import LayerTraits
-from lightning_memo.engine.modules.requested_settings import RequestedSettings
 from lightning_memo.engine.recurrence import StateCall, handing
 from lightning_memo.engine.saved_tensors.saved_sums import SavedSums
 from lightning_memo.engine.saved_tensors.side_effects import HiddenWrites, kept_elsewhere
 from lightning_memo.engine.state.layer_state import LayerState
-from lightning_memo.engine.token_locality.user_code import without_parameter_hooks
+from lightning_memo.engine.token_locality.fake_run import without_parameter_hooks
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.parallel.local_tensors import local_part
 from lightning_memo.parallel.tensor.experts import exchanging_nothing

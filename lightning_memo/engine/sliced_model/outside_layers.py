@@ -16,17 +16,23 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_memo.engine.forward.collected_outputs import collecting_nothing
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.modules.embeddings import depends_on_length
 from lightning_memo.engine.modules.layer_forward import innermost_forward
+from lightning_memo.engine.modules.token_local_modules import depends_on_length
 from lightning_memo.engine.recurrence import StateCall
 from lightning_memo.engine.state.module_attributes import ModuleAttributes
-from lightning_memo.engine.token_locality.fake_run import TrialMode, fake_like, running, trial
-from lightning_memo.engine.token_locality.prove_locality import unlike_other_sizes
-from lightning_memo.engine.token_locality.prove_module import counts_tokens
+from lightning_memo.engine.token_locality.fake_run import (
+    TrialMode,
+    fake_like,
+    has_custom_functions,
+    has_hooks,
+    running,
+    trial,
+    trial_error,
+)
+from lightning_memo.engine.token_locality.operator_rules import TOKENS, Dims, TokensMixed, holds_tokens
+from lightning_memo.engine.token_locality.prove_locality import counts_tokens, unlike_other_sizes
 from lightning_memo.engine.token_locality.stand_ins import LocalFunctions, attend_in_shape, hand_in_shape
-from lightning_memo.engine.token_locality.token_dims import TOKENS, Dims, TokensMixed, holds_tokens
 from lightning_memo.engine.token_locality.token_tracker import Step, TokenTracker, difference_of
-from lightning_memo.engine.token_locality.user_code import has_custom_functions, has_hooks, trial_error
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.operator_values import tensors_in
 from lightning_memo.utils.user_errors import RefusedAtAnyLength

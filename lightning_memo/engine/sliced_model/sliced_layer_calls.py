@@ -1,36 +1,149 @@
-"""Layer calls of the schedule "slice", each of which runs on one slice of the sequence."""
+"""A forward of the schedule "slice": its state, what it uses of the engine, and its layer calls on one slice each."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.engine.forward.autocast import ambient_autocast
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.fp8_modules import why_scaled_together
-from lightning_memo.engine.layers.call_attention import CallAttention
+from lightning_memo.engine.layers.call_attention import CallAttention, Core
 from lightning_memo.engine.layers.call_meter import CallMeter, CallPosition
 from lightning_memo.engine.layers.call_storage import CallStorage, StoragePolicy
+from lightning_memo.engine.layers.engine_services import EngineServices
 from lightning_memo.engine.layers.hidden_states import WholeStates
 from lightning_memo.engine.layers.layer_run import LayerRun
+from lightning_memo.engine.layers.token_sharing import SequenceCutter
+from lightning_memo.engine.loaded_plan import PlanLimits
+from lightning_memo.engine.memory.slot_memory import SlotMemory
+from lightning_memo.engine.modules.layer_classes import LayerClasses, RequestedSettings
 from lightning_memo.engine.modules.layer_probe import LayerTraits
+from lightning_memo.engine.modules.slice_comparison import SliceComparison
+from lightning_memo.engine.recurrence import HandedStates
 from lightning_memo.engine.saved_tensors.call_arguments import ParkedCallArguments
-from lightning_memo.engine.sliced_model.sequence_run import SequenceRun
-from lightning_memo.engine.sliced_model.sequence_services import SequenceServices
-from lightning_memo.engine.slices.slice_schedules import run_last_layer, run_layer_schedule
+from lightning_memo.engine.saved_tensors.parked_arguments import SliceArguments
+from lightning_memo.engine.slices.slice_schedules import SliceOutput, run_last_layer, run_layer_schedule
 from lightning_memo.engine.state.forward_context import ForwardContext
 from lightning_memo.engine.state.forward_state import ForwardState
 from lightning_memo.engine.state.mutated_buffers import BufferVersions, MutatedBuffers
 from lightning_memo.engine.state.other_generators import OtherGenerators
+from lightning_memo.kernels import RngState
 from lightning_memo.parallel.batches.loss_arguments import takes_loss_arguments, why_loss_unfit
-from lightning_memo.parallel.batches.positions import why_positions_unknown
-from lightning_memo.parallel.batches.token_layout import TokenLayout
-from lightning_memo.planner.token_slices import TokenRange
+from lightning_memo.parallel.batches.token_layout import TokenLayout, why_positions_unknown
+from lightning_memo.planner.token_slices import SavedBytes, TokenRange
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face
+
+
+class SequenceRun:
+    """A forward of the model slice by slice: the slice that runs, and what its layers share with earlier slices.
+
+    Args:
+        slices: Token ranges that cover the sequence.
+
+    Attributes:
+        index: Number of the slice that runs.
+        output: The output of the layers for the slice that runs, once the last layer has run.
+        all_arguments: The arguments that the layer calls of each slice share.
+    """
+
+    def __init__(self, slices: Sequence[TokenRange]) -> None:
+        self.slices = tuple(slices)
+        self.index = 0
+        self.output: SliceOutput | None = None
+        self.all_arguments: list[SliceArguments] = []
+        self._rng_state: RngState | None = None
+        self._called: set[nn.Module] = set()
+        self._cores: dict[nn.Module, list[Core]] = {}
+        self._handed: dict[nn.Module, HandedStates] = {}
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in the sequence."""
+        return self.slices[-1].stop
+
+    @property
+    def slice(self) -> TokenRange:
+        """The slice that runs."""
+        return self.slices[self.index]
+
+    @property
+    def arguments(self) -> SliceArguments:
+        """The arguments that the layer calls of the running slice share."""
+        return self.all_arguments[self.index]
+
+    def enter(self, call: LayerCall, memory: SlotMemory) -> None:
+        """Note that a layer is called on the slice that runs.
+
+        Args:
+            call: The layer and its arguments.
+            memory: The host memory for the arguments.
+
+        Raises:
+            ValueError: The layer was called on this slice before, or the last layer has run.
+        """
+        if len(self.all_arguments) == self.index:
+            self.all_arguments.append(SliceArguments(memory, self.slice))
+            self._called.clear()
+        if call.layer in self._called or self.output is not None:
+            raise ValueError(f'{call.name} runs twice in a forward, or after the last layer: use schedule="layer"')
+        self._called.add(call.layer)
+        self.arguments.add((call.args, call.kwargs))
+
+    def capture_rng(self, device: torch.device) -> RngState:
+        """Capture the random state; slices and layers between which nothing is drawn share one copy."""
+        self._rng_state = RngState.capture(device, self._rng_state)
+        return self._rng_state
+
+    def cores(self, layer: nn.Module) -> list[Core]:
+        """Return the cores of a layer's attention calls, which all slices share."""
+        return self._cores.setdefault(layer, [])
+
+    def handed(self, layer: nn.Module) -> HandedStates:
+        """Return the states of a layer's recurrences, which all slices share."""
+        return self._handed.setdefault(layer, HandedStates())
+
+
+class SequenceServices(EngineServices, Protocol):
+    """The part of the engine that a forward of the model slice by slice sees.
+
+    Attributes:
+        layers: The model's layers, in order.
+        device: Where the layers run.
+        settings: The settings that were requested.
+        cutter: Cuts sequences into slices.
+        layer_classes: Probes layers.
+        comparison: Compares layers in slices with whole layers.
+        limits: The batches that the plan covers.
+        swap: The plan; `None` before the first step.
+        memory: The memory of the plan.
+        sequence: The forward that runs slice by slice; `None` if there is none.
+        parked: Sizes of the arguments of the first slice that wait on the host.
+    """
+
+    layers: list[nn.Module]
+    device: torch.device
+    settings: RequestedSettings
+    cutter: SequenceCutter
+    layer_classes: LayerClasses
+    comparison: SliceComparison
+    limits: PlanLimits
+    swap: SwapPlan | None
+    memory: SlotMemory | None
+    sequence: SequenceRun | None
+    parked: list[SavedBytes]
+
+    def profiles(self, batch: int, tokens: int) -> bool:
+        """Return whether a step with such a batch is going to be profiled."""
+
+    def reset(self) -> None:
+        """Give back what an interrupted step still holds."""
 
 
 def find_causal_lm(model: nn.Module) -> nn.Module:

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_memo.engine.attention.attention_sinks import merge_sinks
 from lightning_memo.engine.forward.collected_outputs import collecting_nothing
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.known_tensor import as_function_of
@@ -29,6 +28,7 @@ from lightning_memo.engine.slices.saved_attention import SavedAttention, StartSt
 from lightning_memo.engine.state.forward_context import ForwardDraws, RepeatedDraws
 from lightning_memo.engine.timeline_recorder import Subject
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState
+from lightning_memo.kernels.attention_kernel import merge_sinks
 from lightning_memo.planner.token_slices import TokenRange
 from lightning_memo.utils.retained_graph import NOT_RETAINED
 

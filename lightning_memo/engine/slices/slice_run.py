@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from lightning_memo.engine.attention.attention_sinks import detached, gradient_of_sinks, merge_sinks
 from lightning_memo.engine.attention.sliced_attention import KeysValuesSource
 from lightning_memo.engine.forward.as_written import run_as_written
 from lightning_memo.engine.forward.intercept import handling
@@ -31,6 +30,7 @@ from lightning_memo.engine.saved_tensors.wrapper_subclasses import is_sparse, is
 from lightning_memo.engine.slices.recomputation import Recomputed, RecomputedKeysValues, recompute
 from lightning_memo.engine.slices.saved_attention import NotedCall, SavedAttention, StartState
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState
+from lightning_memo.kernels.attention_kernel import detached, gradient_of_sinks, merge_sinks
 from lightning_memo.parallel.local_tensors import ShardedHandle, local_part
 from lightning_memo.planner.token_slices import TokenRange
 from lightning_memo.utils.retained_graph import graph_is_retained

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memo.engine.attention.attention_sinks import detached, gradient_of_sinks, merge_sinks
 from lightning_memo.engine.forward.collected_outputs import (
     SideValues,
     TokenPlace,
@@ -32,6 +31,7 @@ from lightning_memo.engine.layers.layer_run import LayerRun
 from lightning_memo.engine.slices.saved_attention import NotedCall
 from lightning_memo.engine.slices.slice_run import SliceRun
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState, token_major
+from lightning_memo.kernels.attention_kernel import detached, gradient_of_sinks, merge_sinks
 
 
 @dataclass(slots=True)

@@ -1,29 +1,141 @@
-"""Rules that say, for operators of PyTorch, in which dims the result holds tokens.
+"""Where the tokens are in the shape of a tensor, and rules by which operators of PyTorch carry them to their results.
 
 A rule gets an :class:`Operation` of which at least one argument holds tokens. It returns the dims of the outputs, or
 raises `TokensMixed`. Operators without a rule are taken apart by PyTorch's decompositions, or end the proof.
+
+Note: [Token dims]
+Each dimension of a tensor is a tuple of factors, whose product is its size: integers, and at most once `TOKENS`. After
+`x.reshape(batch * tokens, hidden)`, the dims of `x` are `((batch, TOKENS), (hidden,))`. A tensor whose dims contain
+`TOKENS` holds, for each token, values that depend on this token only. A tensor without depends on no token, on no
+position and not on the number of tokens. What keeps neither promise has no dims, and the proof ends.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from lightning_memo.engine.token_locality.token_dims import (
-    TOKENS,
-    Dim,
-    Dims,
-    TokenSizes,
-    TokensMixed,
-    holds_tokens,
-    once,
-)
 from lightning_memo.utils.operator_values import tensors_in
+
+TOKENS: Final = "tokens"
+
+Factor = int | str
+Dim = tuple[Factor, ...]
+Dims = tuple[Dim, ...]
+
+
+class TokensMixed(Exception):
+    """An operation relates tokens to each other, or cannot be shown not to. The message says which."""
+
+
+class TokenSizes:
+    """Sizes of dims for one number of tokens.
+
+    Args:
+        tokens: Number of tokens: a prime that divides no other size of the layer.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def holds_tokens(self, size: int) -> bool:
+        """Return whether a size is a multiple of the number of tokens."""
+        return size > 0 and size % self.tokens == 0
+
+    def without_tokens(self, size: int) -> Dim:
+        """Return the dim of a size that is no number of tokens."""
+        return () if size == 1 else (size,)
+
+    def of_size(self, size: int) -> Dim:
+        """Return the dim of a size in a tensor that holds the same value everywhere."""
+        if not self.holds_tokens(size):
+            return self.without_tokens(size)
+        return (*self.without_tokens(size // self.tokens), TOKENS)
+
+    def size(self, dim: Dim) -> int:
+        """Return the size of a dim."""
+        return math.prod(self.factor_size(factor) for factor in dim)
+
+    def factor_size(self, factor: Factor) -> int:
+        """Return the size of a factor of a dim."""
+        return self.tokens if isinstance(factor, str) else factor
+
+    def regroup(self, dims: Dims, shape: Sequence[int]) -> Dims:
+        """Return the dims of a view that has another shape.
+
+        Raises:
+            TokensMixed: The view joins parts of different tokens.
+        """
+        left = _merged(factor for dim in dims for factor in dim)
+        regrouped = tuple(_merged(self._take(left, size)) for size in shape)
+        if left:
+            raise TokensMixed("a view does not keep tokens apart")
+        return tuple(tuple(dim) for dim in regrouped)
+
+    def _take(self, left: list[Factor], size: int) -> Iterator[Factor]:
+        """Take factors from the beginning whose product is `size`. Integers are split if necessary, tokens never."""
+        while size > 1:
+            factor = left.pop(0) if left else 1
+            common = math.gcd(self.factor_size(factor), size)
+            rest = self.factor_size(factor) // common
+            if common == 1 or (factor == TOKENS and rest > 1):
+                raise TokensMixed("a view does not keep tokens apart")
+            yield factor if rest == 1 else common
+            if rest > 1:
+                left.insert(0, rest)
+            size //= common
+
+    def broadcast(self, first: Dim, second: Dim) -> Dim:
+        """Return the dim of an elementwise result.
+
+        Raises:
+            TokensMixed: Tokens meet other tokens, or something that is not the same for all tokens.
+        """
+        if first == second or self.size(second) == 1:
+            return first
+        if self.size(first) == 1:
+            return second
+        if self._before_tokens(first) != self._before_tokens(second):
+            raise TokensMixed("tokens meet other tokens")
+        return first
+
+    def _before_tokens(self, dim: Dim) -> int | None:
+        """Return the size of the factors before the tokens; `None` if there are no tokens."""
+        return self.size(dim[: dim.index(TOKENS)]) if TOKENS in dim else None
+
+
+def _merged(factors: Iterable[Factor]) -> list[Factor]:
+    """Return factors in which no integer follows another."""
+    merged: list[Factor] = []
+    for factor in factors:
+        if merged and isinstance(factor, int) and isinstance(merged[-1], int):
+            merged[-1] *= factor
+        else:
+            merged.append(factor)
+    return merged
+
+
+def holds_tokens(dims: Dims) -> bool:
+    """Return whether a tensor holds values by token."""
+    return any(TOKENS in dim for dim in dims)
+
+
+def _once(dims: Sequence[Dim], operation: object) -> Dims:
+    """Return `dims`, which may hold the tokens in one dimension only.
+
+    Raises:
+        TokensMixed: A value of the tensor depends on two tokens.
+    """
+    if sum(TOKENS in dim for dim in dims) > 1:
+        raise TokensMixed(f"{operation} relates tokens to each other")
+    return tuple(dims)
+
 
 _MISSING = object()
 
@@ -205,7 +317,7 @@ def matrix_product(op: Operation, first: int = 0) -> Dims:
     op.check_plain(left[-1])
     op.check_plain(right[-2])
     batch = () if len(left) == 2 else (op.sizes.broadcast(left[0], right[0]),)
-    product = once((*batch, left[-2], right[-1]), op.name)
+    product = _once((*batch, left[-2], right[-1]), op.name)
     for n, other in enumerate(op.arguments):
         if isinstance(other, Tensor) and n not in (first, first + 1):
             product = broadcast_to(op, product, op.dims_of(other))
@@ -216,7 +328,7 @@ def broadcast_to(op: Operation, result: Dims, other: Dims) -> Dims:
     """Return the dims of `result` after an elementwise operation with a tensor of at most as many dimensions."""
     lead = len(result) - len(other)
     joined = [op.sizes.broadcast(dim, with_) for dim, with_ in zip(result[lead:], other, strict=True)]
-    return once((*result[:lead], *joined), op.name)
+    return _once((*result[:lead], *joined), op.name)
 
 
 def normalization(op: Operation) -> list[Dims]:
@@ -285,7 +397,7 @@ def squeeze(op: Operation) -> Dims:
 
 def expand(op: Operation) -> Dims:
     """`expand` and `repeat`: new entries are copies."""
-    return once(_expanded(op), op.name)
+    return _once(_expanded(op), op.name)
 
 
 def _expanded(op: Operation) -> Sequence[Dim]:
@@ -419,7 +531,7 @@ def index(op: Operation) -> Dims:
         raise TokensMixed(f"{op.name} with several tensors of indices")
     n, indices = given[0]
     op.check_plain(dims[n])
-    return once((*dims[:n], *op.dims_of(indices), *dims[n + 1 :]), op.name)
+    return _once((*dims[:n], *op.dims_of(indices), *dims[n + 1 :]), op.name)
 
 
 def look_up(op: Operation) -> Dims:

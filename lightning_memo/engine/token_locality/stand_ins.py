@@ -18,7 +18,7 @@ from lightning_memo.engine.fp8_modules import is_norm
 from lightning_memo.engine.fp8_state import PACKAGE
 from lightning_memo.engine.recurrence import StateCall
 from lightning_memo.engine.saved_tensors.side_effects import SET_DATA
-from lightning_memo.engine.token_locality.token_dims import TOKENS, TokensMixed, holds_tokens
+from lightning_memo.engine.token_locality.operator_rules import TOKENS, TokensMixed, holds_tokens
 from lightning_memo.engine.token_locality.token_tracker import TokenTracker, step_of_attention, step_of_recurrence
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.utils.replaced_functions import replaced

@@ -19,13 +19,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from lightning_memo.engine.recurrence import StateCall
 from lightning_memo.engine.token_locality.operator_rules import (
+    TOKENS,
+    Dims,
     Operation,
+    TokenSizes,
+    TokensMixed,
     dims_of_sum,
+    holds_tokens,
     rule_of,
     stays_a_sum,
     sums_tokens,
 )
-from lightning_memo.engine.token_locality.token_dims import TOKENS, Dims, TokenSizes, TokensMixed, holds_tokens
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.utils.operator_values import tensors_in, values_in
 

@@ -15,18 +15,21 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from lightning_memo.parallel.tensor.divided_logits import divided_logits
+from lightning_memo.utils.retained_graph import first_derivative
 
 STREAM_TOKEN_DIM = 1
 Forward = Callable[..., Any]
@@ -51,7 +54,7 @@ def move(
     return whole.redistribute(placements=[target]).to_local(grad_placements=None if gradient is None else [gradient])
 
 
-def local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:
+def _local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:
     """Returns this rank's part of a parameter as a plain view. `gradient` is as in `move`, if it is replicated."""
     assert isinstance(parameter, DTensor)
     if gradient is None or not parameter.placements[0].is_replicate():
@@ -67,7 +70,7 @@ def local_parameters(module: nn.Module, gradient: Placement | None = None) -> It
     conflict. Previous attributes are restored at exit, because a layer may run inside a call of itself.
     """
     attributes = module.__dict__
-    hidden = {name: local(p, gradient) for name, p in module._parameters.items() if p is not None}
+    hidden = {name: _local(p, gradient) for name, p in module._parameters.items() if p is not None}
     before = {name: attributes[name] for name in hidden if name in attributes}
     attributes.update(hidden)
     try:
@@ -229,7 +232,7 @@ class Colwise(TensorStyle):
         return whole if self.output == "divided" else whole.redistribute(placements=[Replicate()]).to_local()
 
     def project(self, module: nn.Module, x: Tensor) -> Tensor:
-        return F.linear(x, local(module.weight), None if module.bias is None else local(module.bias))
+        return F.linear(x, _local(module.weight), None if module.bias is None else _local(module.bias))
 
 
 class Rowwise(TensorStyle):
@@ -250,11 +253,11 @@ class Rowwise(TensorStyle):
     def forward(self, module: nn.Module, original: Forward, x: Tensor) -> Tensor:
         if self.split_input:
             x = move(x, self.mesh, Replicate(), Shard(x.dim() - 1))
-        partial = F.linear(x, local(module.weight))
+        partial = F.linear(x, _local(module.weight))
         y = move(partial, self.mesh, Partial(), self.stream)
         if module.bias is None:
             return y
-        return y + local(module.bias, gradient_of_replica(self.stream)).to(y.dtype)
+        return y + _local(module.bias, gradient_of_replica(self.stream)).to(y.dtype)
 
 
 class VocabularyParallel(TensorStyle):
@@ -350,3 +353,134 @@ class _PlainGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+class RowExchange:
+    """Fetches for each rank its rows of every part of a packed matrix.
+
+    The parameter is sharded by contiguous rows like any other, so that checkpoints resume with any number of ranks.
+    Most rows that a rank computes with are therefore stored on other ranks. Each row is used by one rank: one
+    all-to-all fetches the rows, and another returns their gradients.
+
+    Args:
+        parts: Number of rows of each part. The number of ranks divides each of them.
+        mesh: One-dimensional mesh of the ranks.
+        device: Device of the matrix.
+    """
+
+    def __init__(self, parts: Sequence[int], mesh: DeviceMesh, device: torch.device) -> None:
+        ranks, self._group = mesh.size(), mesh.get_group()
+        rows = sum(parts)
+        user = torch.cat([torch.arange(part) // (part // ranks) for part in parts])
+        holder = torch.arange(rows) // (rows // ranks)
+        mine = mesh.get_local_rank()
+        self._sent = torch.bincount(user[holder == mine], minlength=ranks).tolist()
+        self._received = torch.bincount(holder[user == mine], minlength=ranks).tolist()
+        # Stable sort by user: rows received from ranks 0, 1, ... are then in order, part by part.
+        self._order = torch.argsort(user[holder == mine], stable=True).to(device)
+
+    def fetch(self, held: Tensor) -> Tensor:
+        """Returns the rows that this rank computes with, part by part, from the rows that it stores."""
+        rows = torch.empty_like(held)
+        dist.all_to_all_single(rows, held[self._order], self._received, self._sent, group=self._group)
+        return rows
+
+    def give_back(self, rows: Tensor) -> Tensor:
+        """Inverse of `fetch`, for gradients."""
+        sorted_by_user = torch.empty_like(rows)
+        dist.all_to_all_single(sorted_by_user, rows.contiguous(), self._sent, self._received, group=self._group)
+        held = torch.empty_like(rows)
+        held[self._order] = sorted_by_user
+        return held
+
+
+class _PackedLinear(torch.autograd.Function):
+    """`x @ weight.T` with fetched rows. Backward fetches them again, because saving them would double their memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, held: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.save_for_backward(x, held)
+        ctx.exchange = exchange
+        return F.linear(x, exchange.fetch(held))
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, held = ctx.saved_tensors
+        grad_x = grad @ ctx.exchange.fetch(held) if ctx.needs_input_grad[0] else None
+        grad_held = None
+        if ctx.needs_input_grad[1]:
+            grad_held = ctx.exchange.give_back(grad.flatten(0, -2).T @ x.flatten(0, -2))
+        return grad_x, grad_held, None
+
+
+class _Fetch(torch.autograd.Function):
+    """`RowExchange.fetch` with a gradient."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, held: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange  # type: ignore[attr-defined]
+        return exchange.fetch(held)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.give_back(grad), None
+
+
+class PackedColwise(Colwise):
+    """A column-wise linear layer whose output features are several parts, each split over the ranks.
+
+    Args:
+        source: As for `Colwise`.
+        parts: Number of output features of each part.
+    """
+
+    def __init__(self, source: Block | Placement | None, parts: Sequence[int]) -> None:
+        super().__init__(source)
+        self.parts = parts
+
+    def prepare(self, module: nn.Module) -> None:
+        self.exchange = RowExchange(self.parts, self.mesh, module.weight.device)
+
+    def project(self, module: nn.Module, x: Tensor) -> Tensor:
+        weight = _local(module.weight)
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight = x.to(dtype), weight.to(dtype)
+        y = _PackedLinear.apply(x, weight, self.exchange)
+        return y if module.bias is None else y + _Fetch.apply(_local(module.bias), self.exchange).to(y.dtype)
+
+
+class LocalConfig:
+    """A module's configuration with some numbers replaced by this rank's share.
+
+    Other attributes are read from the whole configuration when they are used, because some change later (for example
+    the attention implementation).
+
+    Args:
+        whole: Configuration of the whole module.
+        shares: Attributes that are replaced.
+    """
+
+    def __init__(self, whole: Any, **shares: int) -> None:
+        self.__dict__.update(shares, _whole=whole)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_whole":
+            raise AttributeError(name)
+        return getattr(self._whole, name)
+
+
+class PackedAttention(Block):
+    """An attention module that splits its packed projection by head counts, which are set to this rank's share."""
+
+    def prepare(self, module: nn.Module) -> None:
+        super().prepare(module)
+        ranks = self.mesh.size()
+        module.config = LocalConfig(
+            module.config,
+            num_attention_heads=module.config.num_attention_heads // ranks,
+            num_key_value_heads=module.config.num_key_value_heads // ranks,
+        )
+        module.num_key_value_heads //= ranks

@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from lightning_memo import MemoLoop, MemoStrategy
 from lightning_memo.parallel.mesh_precision import clip_by_norm
-from lightning_memo.parallel.zero.quantised_collectives import send_quantised
+from lightning_memo.parallel.zero_sharding import send_quantised
 
 STEPS, PROCESSES = 3, 2
 

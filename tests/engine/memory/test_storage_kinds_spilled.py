@@ -25,7 +25,7 @@ from lightning_memo.artifacts.storage_plan import NvmeTier, StorageBudget
 from lightning_memo.engine.memory.spill_file import SpillError
 from lightning_memo.planner.plan_storage_kinds import resource_sensitivities
 from lightning_memo.profiler import measured_costs as costs
-from lightning_memo.reports.plan_tables import plan_tables
+from lightning_memo.reports.tables import plan_tables
 
 KIB = 1024
 BATCH = make_batch(2, TOKENS)

@@ -17,7 +17,7 @@ from support.samples.chunked_models import chunked
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from lightning_memo.engine.token_locality.prove_module import ModuleProofs
+from lightning_memo.engine.token_locality.prove_locality import ModuleProofs
 from lightning_memo.loss.attach_loss import attach_chunked_loss
 from lightning_memo.loss.lazy_logits import LazyLogits
 

@@ -17,10 +17,10 @@ from lightning_memo.estimate.parallelism_search import step_parts
 from lightning_memo.estimate.request import Parallelism, Schedule, ZeroCommunication
 from lightning_memo.estimate.step_estimate import estimate
 from lightning_memo.estimate.step_times import idle_blocks, layer_times
+from lightning_memo.parallel.pipeline.pipeline_gradients import WeightGradients
 from lightning_memo.parallel.pipeline.stage_order import training_order
-from lightning_memo.parallel.pipeline.weight_gradients import WeightGradients
-from lightning_memo.shapes.adapters import Adapters
 from lightning_memo.shapes.hf_config import shape_of
+from lightning_memo.shapes.model_shape import Adapters
 
 LATER = Parallelism(cp=2, pp=4, zero_stage=1, pipeline_schedule="zero_bubble")
 AT_ONCE = replace(LATER, pipeline_schedule="1f1b")

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
-from lightning_memo.parallel.context.state_exchange import StateExchange, StateLink
+from lightning_memo.parallel.context_parallel import StateExchange, StateLink
 
 MODELS = {config: functools.partial(make_hybrid, config) for config in HYBRIDS}
 KINDS = ("Qwen3NextConfig", "BambaConfig", "FalconH1Config", "Lfm2Config", "NemotronHConfig")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 
-from lightning_memo.parallel.batches.router_losses import RouterLosses, balancing_loss
+from lightning_memo.parallel.batches.loss_arguments import RouterLosses, balancing_loss
 from lightning_memo.parallel.batches.token_layout import CurrentLayout
 
 

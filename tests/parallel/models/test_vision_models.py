@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from lightning_memo import MemoStrategy
 from lightning_memo.parallel.batches.divide_batch import BatchSharder
-from lightning_memo.parallel.batches.positions import separate_documents
+from lightning_memo.parallel.batches.token_layout import separate_documents
 
 MODELS = ("qwen2_5_vl", "qwen3_vl", "gemma3")
 RING, ULYSSES = ({"context_parallel_size": 2, "ulysses_size": size} for size in (1, 2))

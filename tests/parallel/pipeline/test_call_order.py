@@ -13,8 +13,7 @@ from support.parallel_training import Run, train_alone, train_together
 from support.samples.configurations import BOUND
 from torch import nn
 
-from lightning_memo.parallel.pipeline.stage_forward import StageForward
-from lightning_memo.parallel.pipeline.stage_modules import StagedModel, before_layers
+from lightning_memo.parallel.pipeline.stage_modules import StagedModel, StageForward, before_layers
 
 NARROW = {"word_embed_proj_dim": 16}  # embeddings narrower than the layers, and projections before and behind these
 TRAINED = [

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from typing_extensions import override
 
-from lightning_memo.parallel.pipeline.micro_batch_gradients import gradient_places
-from lightning_memo.parallel.zero.fsdp_units import UnitsInFlight
-from lightning_memo.parallel.zero.zero_sharding import ZeroSettings, shard_state
+from lightning_memo.parallel.fsdp_units import UnitsInFlight
+from lightning_memo.parallel.pipeline.pipeline_gradients import gradient_places
+from lightning_memo.parallel.zero_sharding import ZeroSettings, shard_state
 
 TIMEOUT = 20.0
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1099511627776 bytes"

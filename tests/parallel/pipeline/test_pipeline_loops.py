@@ -13,7 +13,7 @@ from support.markers.slow import slow_if
 from support.parallel_training import Outcome, Run, train
 from support.processes import ProcessError, run_in_processes
 
-from lightning_memo.parallel.pipeline.micro_batch_gradients import HeldGradients
+from lightning_memo.parallel.pipeline.pipeline_gradients import HeldGradients
 from lightning_memo.parallel.pipeline.pipelined_model import PipelineOutput, micro_batches_of
 
 RUN = Run(family="llama_tied", tokens=45, batch=4, layers=4, steps=2)

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_memo.engine import TestMode
 from lightning_memo.parallel.local_tensors import local_part
 from lightning_memo.parallel.parallel_sizes import ParallelSizes
-from lightning_memo.parallel.pipeline.micro_batch_gradients import ReducedGradient
+from lightning_memo.parallel.pipeline.pipeline_gradients import ReducedGradient
 from lightning_memo.parallel.pipeline.pipeline_messages import BatchAgreement
 
 PARTS = ("loss", "norm", "gradients", "weights")

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from typing_extensions import override
 
+from lightning_memo.parallel.fsdp_units import accumulating, forget_unfinished
 from lightning_memo.parallel.local_tensors import local_part
-from lightning_memo.parallel.pipeline.micro_batch_gradients import gradient_places
-from lightning_memo.parallel.zero.fsdp_units import accumulating, forget_unfinished
-from lightning_memo.parallel.zero.zero_sharding import ZeroSettings, shard_state
+from lightning_memo.parallel.pipeline.pipeline_gradients import gradient_places
+from lightning_memo.parallel.zero_sharding import ZeroSettings, shard_state
 
 
 class _FailsInBackward(torch.autograd.Function):

@@ -21,9 +21,8 @@ from typing_extensions import override
 
 from lightning_memo.artifacts.slot_layouts import BLOCK
 from lightning_memo.config import MemoConfig
-from lightning_memo.parallel.parallel_sizes import ParallelSizes
-from lightning_memo.parallel.zero.quantised_bytes import sent_bytes
-from lightning_memo.parallel.zero.quantised_collectives import (
+from lightning_memo.parallel.parallel_sizes import ParallelSizes, sent_bytes
+from lightning_memo.parallel.zero_sharding import (
     Quantised,
     QuantisedAllGather,
     QuantisedReduceScatter,

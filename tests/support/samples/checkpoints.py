@@ -6,7 +6,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_memo.parallel.checkpoints.sharded_checkpoint import (
+from lightning_memo.parallel.sharded_checkpoint import (
     optimizer_state,
     sharded_model_state,
 )

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_memo.parallel.pipeline.weight_gradients import WeightGradients
+from lightning_memo.parallel.pipeline.pipeline_gradients import WeightGradients
 
 PLACE = (3, 1)
 

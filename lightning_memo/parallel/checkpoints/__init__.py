@@ -1,1 +1,0 @@
-"""Sharded checkpoints that any topology can read."""

@@ -1,1 +1,0 @@
-"""Context parallelism: ring and all-to-all attention."""

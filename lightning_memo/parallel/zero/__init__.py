@@ -1,1 +1,0 @@
-"""ZeRO by FSDP2: what is sharded, and how it is sent."""
