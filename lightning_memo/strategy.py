@@ -118,8 +118,8 @@ class MemoStrategy(DistributedStrategy):
         check_slices: Whether one layer is compared with itself in slices in steps 1, 2, 4, ..., 64, and in every 64th
             step, on an eighth of the tokens, at most 1024. If anything differs (queries, keys, values, outputs,
             gradients), a warning says so, and layers run as one slice from then on; where they cannot, the run ends.
-            In the same steps, sums of recomputed tensors are compared with those of the forward; other values end the
-            run.
+            In the same steps, and without this setting in the first two of each plan, sums of recomputed tensors are
+            compared with those of the forward; other values end the run.
         test_mode: Random delays of copies and poisoned buffers (filled with NaN), which reveal races. Slow; for tests.
         timeout: How long a process waits for the others in a collective before it gives up.
         process_group_backend: Backend of `torch.distributed`. `None` is NCCL on GPUs and gloo on CPUs; with

@@ -359,6 +359,7 @@ class Engine:
         self.unload()
         self.before_profile()
         self.layer_classes.forget()
+        self.comparison.begin_profile()
         with self.attention.choosing():
             traits = self.sharing.agreed(self.layer_classes.of(call, x), x.device)
         sliced = self.cutter.outside or self.sequence is not None

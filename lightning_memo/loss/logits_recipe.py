@@ -75,7 +75,7 @@ class HeadState(ForwardState):
     """
 
     def __init__(self, head: nn.Module, tracked: bool) -> None:
-        super().__init__(head, (), change=_CHANGE, most_copied=0)
+        super().__init__(head, (), change=_CHANGE, copies=False)
         self._weights = [] if tracked else [(p, _sums_of(p)) for p in head.parameters()]
 
     def _drop_graphs(self) -> None:

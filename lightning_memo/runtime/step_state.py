@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memo.engine.fp8_state import Fp8State
-from lightning_memo.engine.state.held_values import Held
-from lightning_memo.engine.state.mutated_buffers import same_bytes
-from lightning_memo.engine.state.other_generators import OtherGenerators
-from lightning_memo.engine.state.python_state import LONGEST, MOST_COPIED, PythonState
+from lightning_memo.engine.saved_tensors.wrapper_subclasses import put_back
+from lightning_memo.engine.state.held_state import LONGEST, MOST_KEPT, Held, HeldState
+from lightning_memo.engine.state.random_states import OtherGenerators
 from lightning_memo.kernels.rng_state import RngState
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.containers import copied, entries_of, size_of
@@ -43,7 +42,7 @@ class StepState:
     def __init__(self, model: nn.Module, device: torch.device, without: nn.Module | None) -> None:
         self._model, self._rng = model, RngState.capture(device)
         # Those of modules are looked for once, which takes as long as 20 later notes.
-        self._generators = OtherGenerators.of(model, PythonState(model, ()))
+        self._generators = OtherGenerators.of(HeldState(model, ()))
         self._with_attributes, self._is_first = [m for m in model.modules() if m is not without], True
         self._copies: dict[tuple[int, str], Tensor] = {}
         self._fp8 = Fp8State(model)
@@ -84,7 +83,7 @@ class StepState:
     def _copy_for(self, place: _Place, t: Tensor) -> Tensor | None:
         """Return memory for a copy of a small tensor; `None` if it has none."""
         module, _, key = place
-        if type(t) is not Tensor or t.layout is not torch.strided or t.numel() > MOST_COPIED:
+        if type(t) is not Tensor or t.layout is not torch.strided or t.numel() > MOST_KEPT:
             return None
         known = self._copies.get((id(module), key))
         if known is None and self._is_first:
@@ -155,12 +154,8 @@ class _NotedTensor:
                 self.table[self.key] = self.copy.clone()
             return
         self.table[self.key] = t
-        if self.copy is None or same_bytes(t, self.copy):
-            return
-        if (t.shape, t.dtype, t.device) != (self.copy.shape, self.copy.dtype, self.copy.device):
-            t.data = self.copy.clone()
-        else:
-            t.data.copy_(self.copy)
+        if self.copy is not None:
+            put_back(t, self.copy)
 
 
 class _Attributes:
@@ -170,8 +165,9 @@ class _Attributes:
         self.module = module
         own = {key: value for key, value in vars(module).items() if key not in _OF_MODULES}
         self._keys = frozenset(own)
-        self._values = {key: value for key, value in own.items() if type(value) in _VALUES}
-        self._held = {key: Held(module, key, value, copied(value)) for key, value in own.items() if _is_list(value)}
+        self._values = {key: value for key, value in own.items() if type(value) in _VALUES or _is_list(value)}
+        containers = ((key, value) for key, value in self._values.items() if type(value) not in _VALUES)
+        self._held = [Held(module, key, value, copied(value)) for key, value in containers]
         self._tensors = {key: (weakref.ref(t), t._version) for key, t in own.items() if _is_value(t)}
 
     @property
@@ -180,7 +176,7 @@ class _Attributes:
         own = vars(self.module)
         return (
             any(own.get(key, _ABSENT) is not value for key, value in self._values.items())
-            or any(own.get(key) is not held.container or held.changed for key, held in self._held.items())
+            or any(held.changed for held in self._held)
             or any(_other(own.get(key), ref(), number) for key, (ref, number) in self._tensors.items())
             or any(map(_is_kept, self._added().values()))
         )
@@ -196,8 +192,7 @@ class _Attributes:
             if _is_kept(value):
                 del own[key]
         own.update(self._values)
-        for key, held in self._held.items():
-            own[key] = held.container
+        for held in self._held:
             if held.changed:
                 held.restore()
 

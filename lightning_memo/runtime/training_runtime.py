@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
-from lightning_memo.engine.slices.recomputation import NEVER_DIFFERENTIATED
 from lightning_memo.loss.attach_loss import attach_chunked_loss
 from lightning_memo.parallel.local_tensors import explaining_divided_gradients, explaining_mixed_tensors
 from lightning_memo.parallel.parallel_sizes import ParallelSizes
@@ -24,6 +23,7 @@ from lightning_memo.runtime.memory_planner import MemoryPlanner
 from lightning_memo.runtime.memory_watch import DeviceMemoryWatch, HostMemoryWatch
 from lightning_memo.runtime.out_of_memory import OutOfMemoryRetry, ShorterSlices
 from lightning_memo.runtime.training_run import ProcessesOfRun, TrainingRun
+from lightning_memo.utils.retained_graph import NEVER_DIFFERENTIATED
 
 T = TypeVar("T")
 

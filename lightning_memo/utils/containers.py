@@ -10,10 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import ItemsView, Iterable
 from typing import Any
 
-import numpy as np
-
-Array = np.ndarray[Any, Any]
-Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any] | Array
+Container = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 _KINDS: tuple[type, ...] = (dict, list, tuple, set, deque)
 _MAXLEN: Any = vars(deque)["maxlen"]
 
@@ -45,16 +42,9 @@ def entries_of(container: Any) -> Iterable[Any]:
     return entries
 
 
-def array_of(array: Array) -> Array:
-    """Return an array of NumPy's own class that shares the memory of another one."""
-    return np.ndarray.view(array, np.ndarray)
-
-
 def copied(container: Container) -> Container:
     """Return a plain container that holds the same."""
     kind = type(container)
-    if issubclass(kind, np.ndarray):
-        return array_of(container).copy()  # type: ignore[arg-type, no-any-return]
     if kind is dict:  # without asking the keys for their hashes
         return container.copy()
     if issubclass(kind, dict):
@@ -67,11 +57,7 @@ def copied(container: Container) -> Container:
 
 def refill(container: Container, values: Any) -> None:
     """Let a container hold other values, which a plain one holds."""
-    kind, into = type(container), container
-    if issubclass(kind, np.ndarray):
-        array_of(into)[...] = values  # type: ignore[arg-type]
-        return
-    base: Any = base_of(kind)
+    base: Any = base_of(type(container))
     base.clear(container)
     if base is OrderedDict:  # whose `update` calls `__setitem__` of a derived class
         for key, value in values.items():
@@ -87,8 +73,6 @@ def holds_other(container: Container, before: Container) -> bool:
     kind = type(container)
     if kind is dict:  # most are, and all of a layer are looked at in each recomputation
         return _other_items(container, container, container.values(), before)  # type: ignore[arg-type, union-attr]
-    if issubclass(kind, np.ndarray):
-        return not _same_bytes(array_of(container), before)  # type: ignore[arg-type]
     if issubclass(kind, dict):
         keys = base_of(kind).__iter__(container)  # type: ignore[attr-defined]
         return _other_items(container, keys, entries_of(container), before)  # type: ignore[arg-type]
@@ -103,7 +87,3 @@ def _other_items(container: dict[Any, Any], keys: Iterable[Any], values: Iterabl
     if dict.__len__(container) != len(before):
         return True
     return not (all(map(operator.is_, keys, before)) and all(map(operator.is_, values, before.values())))
-
-
-def _same_bytes(array: Array, before: Any) -> bool:
-    return bool(array.shape == before.shape and array.tobytes() == before.tobytes())

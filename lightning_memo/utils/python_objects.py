@@ -3,34 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
-from types import (
-    BuiltinFunctionType,
-    FunctionType,
-    GetSetDescriptorType,
-    MemberDescriptorType,
-    MethodType,
-    ModuleType,
-)
+from collections.abc import Mapping
+from types import FunctionType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
-
-FUNCTIONS = frozenset({FunctionType, MethodType, BuiltinFunctionType, functools.partial})
-LONGEST = 64
-
-
-def values_of(container: Any) -> Collection[Any]:
-    """Return what a list, tuple, set or dict that is not long holds, without keys."""
-    if len(container) > LONGEST:
-        return ()
-    values: Collection[Any] = container.values() if type(container) is dict else container
-    return values
-
-
-def functions_held(value: Any) -> list[Any]:
-    """Return a function, or those in a list, tuple, set or dict that is not long."""
-    if type(value) in (list, tuple, set, dict):
-        return [each for each in values_of(value) if type(each) in FUNCTIONS]
-    return [value] if type(value) in FUNCTIONS else []
 
 
 def contents_of(function: FunctionType) -> list[object]:
@@ -85,8 +60,3 @@ def package_of(kind: type) -> str:
     """Return the package in which a class is defined; empty if it does not tell."""
     module = type.__getattribute__(kind, "__module__")
     return module.partition(".")[0] if type(module) is str else ""
-
-
-def variables_of(module: object) -> dict[str, Any]:
-    """Return the global variables of a module, without importing one that is imported at its first use."""
-    return ModuleType.__getattribute__(module, "__dict__") if issubclass(type(module), ModuleType) else {}

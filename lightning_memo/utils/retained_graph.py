@@ -14,6 +14,7 @@ NOT_RETAINED: Final = (
     "a second backward through the same graph, which the first one did not keep: set retain_graph=True in the first "
     "one, sum the losses, or run a forward for each"
 )
+NEVER_DIFFERENTIATED: Final = "a recomputed graph is never differentiated"
 
 
 def graph_is_retained() -> bool:

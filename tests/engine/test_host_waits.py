@@ -101,6 +101,7 @@ def test_the_host_waits_for_nothing_within_the_layers(way: Any, monkeypatch: pyt
     with under_test:
         under_test.profile_step(batch)
         under_test.load(way[1], way[2])
+        under_test.step(batch)  # in which recomputed values are compared with the forward's
         waits.clear()
         with HostWaits() as mode:
             under_test.engine.on_mark = mode.mark

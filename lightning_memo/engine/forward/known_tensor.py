@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memo.utils.retained_graph import NEVER_DIFFERENTIATED
+
 
 def as_function_of(known: Tensor, *inputs: Tensor | None) -> Tensor:
     """Return a known tensor that requires grad if an input does, so that later operations may change it in place."""
@@ -23,4 +25,4 @@ class _Known(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dknown: Tensor) -> tuple[Any, ...]:
-        raise RuntimeError("a recomputed graph is never differentiated")
+        raise RuntimeError(NEVER_DIFFERENTIATED)

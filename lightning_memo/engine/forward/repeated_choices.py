@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_memo.engine.forward.intercept import OwnMode
+from lightning_memo.utils.retained_graph import NEVER_DIFFERENTIATED
 
 # Functions that choose along a dimension, with the place of the dimension among their arguments.
 _CHOOSING: dict[Callable[..., Any], int] = {
@@ -115,4 +116,4 @@ class _Chosen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        raise RuntimeError("a recomputed graph is never differentiated")
+        raise RuntimeError(NEVER_DIFFERENTIATED)

@@ -21,11 +21,9 @@ from lightning_memo.engine.layers.hidden_states import SlicedStates, WholeStates
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.recurrence import HandedStates
 from lightning_memo.engine.saved_tensors.call_arguments import CallArguments
-from lightning_memo.engine.state.forward_context import ForwardContext
-from lightning_memo.engine.state.forward_state import ForwardState, is_copied
-from lightning_memo.engine.state.mutated_buffers import BufferVersions, MutatedBuffers
-from lightning_memo.engine.state.other_generators import OtherGenerators
-from lightning_memo.engine.state.python_state import PythonState
+from lightning_memo.engine.state.forward_state import BufferVersions, ForwardContext, ForwardState
+from lightning_memo.engine.state.held_state import HeldState
+from lightning_memo.engine.state.random_states import OtherGenerators
 from lightning_memo.kernels import AttentionSpec, RngState
 from lightning_memo.planner.token_slices import TokenRange
 from lightning_memo.utils.retained_graph import (
@@ -302,16 +300,13 @@ def run_of_call(
 
 def _forward_context(call: LayerCall, x: Tensor, slices: Sequence[TokenRange], traits: LayerTraits) -> ForwardContext:
     recomputes, arguments = any(part.recomputes for part in slices), (call.args, call.kwargs)
-    # Autograd may have saved a buffer, which a recomputation must not write then: a copy of a small one replaces it.
-    changing = [name for name in traits.changing if not (recomputes and is_copied(call.layer.get_buffer(name)))]
-    buffers = MutatedBuffers(call.layer, changing)
-    state, whole = None, bool(traits.why_whole)
+    state, generators = None, OtherGenerators(())
     if recomputes:
-        state = ForwardState(call.layer, arguments, buffers.ids, rewritten=whole, named=whole or traits.fills)
-    generators = OtherGenerators(())
+        changing = {id(call.layer.get_buffer(name)) for name in traits.changing}
+        state = ForwardState(call.layer, arguments, changing, rewritten=bool(traits.why_whole))
     if recomputes or len(slices) > 1:  # otherwise, the layer draws once
-        generators = OtherGenerators.of(call.layer, state or PythonState(call.layer, arguments))
+        generators = OtherGenerators.of(state or HeldState(call.layer, arguments))
     rng, autocast = RngState.capture(x.device), ambient_autocast(x.device.type)
     versions = BufferVersions(call.layer) if len(slices) > 1 else None
     fp8 = ForwardFp8.of(call.layer) if recomputes else None
-    return ForwardContext(rng, generators, buffers, state, autocast, versions, fp8)
+    return ForwardContext(rng, generators, state, autocast, versions, fp8)

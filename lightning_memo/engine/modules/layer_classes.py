@@ -25,8 +25,7 @@ from lightning_memo.engine.fp8_modules import (
     why_scaled_together,
 )
 from lightning_memo.engine.modules.layer_probe import BackendOf, LayerTraits, probe_layer
-from lightning_memo.engine.state.module_attributes import ModuleAttributes
-from lightning_memo.engine.state.named_values import named_values
+from lightning_memo.engine.modules.module_attributes import ModuleAttributes
 from lightning_memo.engine.token_locality.prove_locality import Locality, LocalityProofs, prove_locality, why_other_at
 from lightning_memo.parallel.tensor.experts import exchanging_nothing
 
@@ -267,8 +266,7 @@ class LayerClasses:
         """
         self._fp8.check(call.layer)
         lock_channels(call.layer, self._layers)
-        functions = named_values(call.layer).present_functions()
-        attributes = ModuleAttributes.of(call.layer.named_modules(), functions)
+        attributes = ModuleAttributes.of(call.layer.named_modules())
         # Traits of a single token do not hold for longer sequences.
         form: object = (x.dtype, call.form(), attributes.switches, call.tokens < 2, fp8_form())
         by_form = self._traits.setdefault((id(call.layer), attributes.modules, _gradients_of(x)), {})

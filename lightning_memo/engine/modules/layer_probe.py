@@ -49,7 +49,6 @@ class LayerTraits:
         changing: Names of the buffers that a forward changes.
         chooses: Whether the layer chooses indices by values, as a router chooses experts.
         asks: Whether the layer asks if gradients go through a tensor.
-        fills: Whether a forward puts tensors into caches that global variables hold.
         locality: The proof that the layer keeps tokens apart.
     """
 
@@ -61,7 +60,6 @@ class LayerTraits:
     changing: tuple[str, ...] = ()
     chooses: bool = False
     asks: bool = False
-    fills: bool = False
     locality: Locality = field(default_factory=lambda: Locality(""), compare=False)
 
     @property
@@ -133,16 +131,10 @@ def _traits_of(
     sketch = _sketch(hidden, x)
     del hidden, copy
     recorder.writes.refuse()
-    if any(t.requires_grad or effects.depends(t) for t in before.python.gained()):
-        raise ValueError(kept_elsewhere(call.name))
-    fills = before.python.fills
-    changing, rewritten = before.buffers.changed(), before.tensors.changed()
+    changing, rewritten = before.changed_buffers(), before.changed_tensor()
 
     def repeats(part: TokenRange) -> bool:
-        before.restore_random()
-        before.python.restore()
-        before.tensors.restore()
-        before.buffers.restore(changing)
+        before.restore()
         with effects.watching():
             return _repeats(call, x, recorder, sketch, part)
 
@@ -150,9 +142,9 @@ def _traits_of(
     if not (repeats(TokenRange(0, max(1, tokens // 2), KEPT)) or repeats(everything)):
         raise ValueError(
             f"{call.name} gives another output for the same input: its forward depends on something "
-            "besides inputs, weights, attributes and random states (a global variable, a generator inside another "
-            "object, random numbers that another thread draws at the same time): make it a function of these, or train "
-            "this model without lightning_memo"
+            "besides inputs, weights, attributes and random states (a variable of a module, class or function, a "
+            "generator that it does not hold, numbers that another thread draws at the same time): make it a function "
+            "of these, for example in attributes of the layer, or train this model without lightning_memo"
         )
     why_nest = _why_nest(call, recorder)
     why = _why_whole(call, recorder, not why_nest, changing, rewritten)
@@ -165,7 +157,6 @@ def _traits_of(
         changing,
         recorder.chooses,
         questions.asked,
-        fills,
     )
 
 

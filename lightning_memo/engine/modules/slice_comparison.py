@@ -31,7 +31,7 @@ from lightning_memo.engine.modules.layer_classes import LayerClasses, RequestedS
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.recurrence import StateCall, handing
 from lightning_memo.engine.saved_tensors.saved_sums import SavedSums
-from lightning_memo.engine.saved_tensors.side_effects import HiddenWrites, kept_elsewhere
+from lightning_memo.engine.saved_tensors.side_effects import HiddenWrites
 from lightning_memo.engine.state.layer_state import LayerState
 from lightning_memo.engine.token_locality.fake_run import without_parameter_hooks
 from lightning_memo.kernels import AttentionSpec
@@ -39,8 +39,10 @@ from lightning_memo.parallel.local_tensors import local_part
 from lightning_memo.parallel.tensor.experts import exchanging_nothing
 from lightning_memo.planner.token_slices import KEPT, TokenRange
 from lightning_memo.utils.operator_values import tensors_in
+from lightning_memo.utils.retained_graph import NEVER_DIFFERENTIATED
 
 _EVERY = 64  # steps
+_FIRST_BY_PLAN = 2  # after the profiled step, whose times are measured
 _MOST_TOKENS = 1024
 _PART = 8  # of the tokens, so that a comparison needs less memory than the backward of the layer
 # Relative errors. Slices differ from the whole by rounding only; a token that rounding sends to another expert may
@@ -55,11 +57,12 @@ _FAINT = 1e-3
 
 
 class SliceComparison:
-    """Compares one layer call in steps 1, 2, 4, 8, ..., 64, and then in every 64th, another layer each time.
+    """Compares one layer call in steps 1, 2, 4, 8, ..., 64 of a plan, and then in every 64th, another layer each time.
 
     Also looks at the values that this layer writes and keeps by name, which a second slice would do again.
 
-    In the same steps, sums of the tensors that any layer recomputes are compared with those of its forward.
+    In the same steps, sums of the tensors that any layer recomputes are compared with those of its forward: of all of
+    them in the first step by a plan, later of a part of them in turn. The first two steps do so in any case.
 
     Args:
         layer_classes: The traits of the layers, which run as one slice once a difference is found.
@@ -79,7 +82,7 @@ class SliceComparison:
         self._only_slices = settings.storage == "kinds"
         self._steps = self._turns = self._compared = 0
         self._waits = False  # whether this step's comparison is still to come
-        self._in_turn = False  # whether this step is one of those
+        self._in_turn = False  # whether sums are compared in this step
         self.before: Callable[[], None] | None = None
         self.draws = False
 
@@ -89,7 +92,13 @@ class SliceComparison:
         Args:
             key: Number of the call among those that are alive.
         """
-        return SavedSums(key + self._turns) if self._in_turn else None
+        if not self._in_turn:
+            return None
+        return SavedSums(None if self._steps == _FIRST_BY_PLAN else key + self._turns)
+
+    def begin_profile(self) -> None:
+        """Count steps from the profiled one on, which is the first one."""
+        self._steps = 0
 
     def due(self, key: int, calls: int) -> bool:
         """Return whether a layer call has to be compared.
@@ -100,8 +109,9 @@ class SliceComparison:
         """
         if key == 0:
             self._steps += 1
-            self._in_turn = self._enabled and not (self._steps % _EVERY and self._steps & (self._steps - 1))
-            self._waits = self._in_turn
+            sampled = not (self._steps % _EVERY and self._steps & (self._steps - 1))
+            self._waits = self._enabled and sampled
+            self._in_turn = sampled and (self._enabled or self._steps <= _FIRST_BY_PLAN)
             self._turns += self._in_turn
         if not self._waits or key != self._compared % max(calls, 1):
             return False
@@ -201,8 +211,6 @@ def difference_in_slices(
             with _NotedPrecision() as precision:
                 whole = comparison.run(TokenRange(0, tokens, KEPT))
             comparison.writes.refuse()
-            if any(t.requires_grad for t in state.python.gained()):
-                raise ValueError(kept_elsewhere(call.name))
             if written := state.first_written():
                 return f"it writes to {written}, which it did not in its first forward"
             try:
@@ -213,6 +221,7 @@ def difference_in_slices(
                 return (str(error).splitlines() or [""])[0] or type(error).__name__
         return _difference(whole, parts, precision.full)
     finally:
+        comparison.ended = True
         state.restore()
 
 
@@ -252,6 +261,7 @@ class _Comparison:
 
     Attributes:
         writes: What the layer has written into saved tensors.
+        ended: Whether no run has a backward any more.
     """
 
     def __init__(
@@ -264,7 +274,7 @@ class _Comparison:
     ) -> None:
         self._call, self._x, self._side_places, self._weights = call, x, side_places, weights
         self._state = state
-        self.writes = HiddenWrites(call)
+        self.writes, self.ended = HiddenWrites(call), False
         self._answers: list[Tensor] = []
         self._gradients: list[Tensor] = []
         self._by_head = TokenPlace(2, call.shards, 1)
@@ -278,7 +288,7 @@ class _Comparison:
         copy = x.clone()
         attend, hand = functools.partial(self._attend, part, values), functools.partial(self._hand, part, values)
         self.writes.note(copy)  # another layer may have saved it
-        saved = saved_tensors_hooks(self._pack, lambda t: t)
+        saved = saved_tensors_hooks(self._pack, self._unpack)
         handed = handing(call.layer, hand, _raise)
         with saved, handling(attend, call.layer, call.layout), handed, call.mode(part), self.writes:
             y, sides = split_output(call.run(copy, part), x, call.layer)
@@ -293,6 +303,11 @@ class _Comparison:
     def _pack(self, t: Tensor) -> Tensor:
         self.writes.note(t)
         return t.detach()  # an output that is saved would refer to itself
+
+    def _unpack(self, t: Tensor) -> Tensor:
+        if self.ended:  # a loss depends on what the layer has kept elsewhere
+            raise RuntimeError(NEVER_DIFFERENTIATED)
+        return t
 
     def _attend(
         self, part: TokenRange, values: _Values, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec

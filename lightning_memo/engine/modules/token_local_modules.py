@@ -55,7 +55,7 @@ class TokenLocal:
     """
 
     def __init__(self, module: nn.Module, forward: Forward, state: ForwardState | None = None) -> None:
-        self._state = state or ForwardState(module, (), most_copied=0)  # as aliases replace the parameters
+        self._state = state or ForwardState(module, (), copies=False)  # as aliases replace the parameters
         self._call, self._name = _Call(module, forward), class_name(module)
         parameters = dict(self._call.named_parameters())
         self.trained = [p for p in parameters.values() if p.requires_grad]

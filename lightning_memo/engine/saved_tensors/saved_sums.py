@@ -19,14 +19,14 @@ class SavedSums:
     If values change, their sum changes about as much as the norm of the difference. It takes next to no memory.
 
     Args:
-        turn: Number of the part.
+        turn: Number of the part; `None` for all tensors.
 
     Note: [Check of recomputed values]
-    A forward may read what nobody can restore: global variables, contexts, other libraries' generators. If these are
-    others in the backward, a recomputation computes something else, without any other sign.
+    A forward may read what is not restored: variables of modules, classes and functions, files, other libraries'
+    generators. If these are others in the backward, a recomputation computes something else, without any other sign.
     """
 
-    def __init__(self, turn: int) -> None:
+    def __init__(self, turn: int | None) -> None:
         self._turn = turn
         self._sums: dict[int, list[Tensor]] = {}
 
@@ -37,7 +37,7 @@ class SavedSums:
             number: Number of the tensor among those that the slice saves.
             t: The tensor.
         """
-        if (number + self._turn) % _EVERY == 0:
+        if self._turn is None or (number + self._turn) % _EVERY == 0:
             self._sums[number] = [_sum(part) for part in _parts(t)]
 
     def note_attention(self, call: int, *qkv: Tensor) -> None:

@@ -38,6 +38,26 @@ def plain_parts(t: Tensor) -> list[Tensor]:
     return [part for name in t.__tensor_flatten__()[0] for part in plain_parts(getattr(t, name))]
 
 
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same shape and dtype, and hold the same. NaN equals itself."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    pairs = zip(plain_parts(a), plain_parts(b), strict=True)
+    return all(torch.equal(_bytes(x), _bytes(y)) for x, y in pairs)
+
+
+def put_back(t: Tensor, value: Tensor) -> None:
+    """Give a tensor the shape and the values of a copy, so that a graph that has saved the tensor sees no change."""
+    if (t.shape, t.dtype, t.device) != (value.shape, value.dtype, value.device):
+        t.data = value.clone()
+    elif not same_bytes(t, value):
+        t.data.copy_(value)
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.detach().contiguous().flatten().view(torch.uint8)
+
+
 @dataclass(frozen=True, slots=True)
 class WrappedHandle:
     """The handles of a tensor's parts, and what else is needed to make the tensor of them."""

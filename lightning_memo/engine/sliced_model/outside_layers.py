@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_memo.engine.forward.collected_outputs import collecting_nothing
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.modules.layer_forward import innermost_forward
+from lightning_memo.engine.modules.module_attributes import ModuleAttributes
 from lightning_memo.engine.modules.token_local_modules import depends_on_length
 from lightning_memo.engine.recurrence import StateCall
-from lightning_memo.engine.state.module_attributes import ModuleAttributes
 from lightning_memo.engine.token_locality.fake_run import (
     TrialMode,
     fake_like,

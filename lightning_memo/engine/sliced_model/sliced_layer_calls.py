@@ -29,10 +29,8 @@ from lightning_memo.engine.recurrence import HandedStates
 from lightning_memo.engine.saved_tensors.call_arguments import ParkedCallArguments
 from lightning_memo.engine.saved_tensors.parked_arguments import SliceArguments
 from lightning_memo.engine.slices.slice_schedules import SliceOutput, run_last_layer, run_layer_schedule
-from lightning_memo.engine.state.forward_context import ForwardContext
-from lightning_memo.engine.state.forward_state import ForwardState
-from lightning_memo.engine.state.mutated_buffers import BufferVersions, MutatedBuffers
-from lightning_memo.engine.state.other_generators import OtherGenerators
+from lightning_memo.engine.state.forward_state import BufferVersions, ForwardContext, ForwardState
+from lightning_memo.engine.state.random_states import OtherGenerators
 from lightning_memo.kernels import RngState
 from lightning_memo.parallel.batches.loss_arguments import takes_loss_arguments, why_loss_unfit
 from lightning_memo.parallel.batches.token_layout import TokenLayout, why_positions_unknown
@@ -255,15 +253,15 @@ def _run_of_slice(
     policy = StoragePolicy(engine.memory, swap=True, per_slice=True, compresses=compresses)
     attended = [part.gathered(call.shards) for part in sequence.slices]
     state = ForwardState(call.layer, ()) if sequence.slice.recomputes else None
-    generators = OtherGenerators(()) if state is None else OtherGenerators.of(call.layer, state)
+    generators = OtherGenerators(()) if state is None else OtherGenerators.of(state)
     return LayerRun(
         engine, slices, meter, ParkedCallArguments(call, x, sequence.arguments),
         CallStorage(engine.offload_groups, policy, meter, call.layer), WholeStates(call, x, slices),
         CallAttention(engine, attended, streamed=True, cores=sequence.cores(call.layer)),
         sequence.handed(call.layer),
         ForwardContext(
-            sequence.capture_rng(x.device), generators, MutatedBuffers(call.layer, ()), state,
-            ambient_autocast(x.device.type), BufferVersions(call.layer),
+            sequence.capture_rng(x.device), generators, state, ambient_autocast(x.device.type),
+            BufferVersions(call.layer),
         ),
         LayerTraits("", chooses=engine.layer_classes.chooses),
     )  # fmt: skip

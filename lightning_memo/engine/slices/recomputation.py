@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,14 +25,12 @@ from lightning_memo.engine.recurrence import StateCall, handing
 from lightning_memo.engine.saved_tensors.saved_sums import SavedSums
 from lightning_memo.engine.slices.recomputed_sums import SumMode
 from lightning_memo.engine.slices.saved_attention import SavedAttention, StartState
-from lightning_memo.engine.state.forward_context import ForwardDraws, RepeatedDraws
+from lightning_memo.engine.state.random_states import ForwardDraws, RepeatedDraws
 from lightning_memo.engine.timeline_recorder import Subject
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState
 from lightning_memo.kernels.attention_kernel import merge_sinks
 from lightning_memo.planner.token_slices import TokenRange
-from lightning_memo.utils.retained_graph import NOT_RETAINED
-
-NEVER_DIFFERENTIATED: Final = "a recomputed graph is never differentiated"
+from lightning_memo.utils.retained_graph import NEVER_DIFFERENTIATED, NOT_RETAINED
 
 # The last adapted module of a layer rarely saves more tensors: its input, the mask of dropout, and `A(x)`.
 _SAVED_BY_LAST = 4
@@ -284,8 +282,8 @@ class RecomputedKeysValues:
 def _other_values(layer: str) -> str:
     return (
         f"{layer} was recomputed with other values than in its forward: an input or a weight was written since without "
-        "a trace (through .data), or something else that it reads (a global variable) has changed: change it after "
-        "the backward only"
+        "a trace (through .data), or something else that it reads has changed (a variable of a module, class or "
+        "function): change it after the backward only, or keep it in attributes of the layer's modules"
     )
 
 

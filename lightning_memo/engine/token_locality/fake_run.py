@@ -33,12 +33,16 @@ from lightning_memo.engine.saved_tensors.side_effects import (
     remains,
     written_by,
 )
-from lightning_memo.engine.state.held_values import name_of
+from lightning_memo.engine.state.held_state import HeldState
 from lightning_memo.engine.state.layer_state import why_not_written
-from lightning_memo.engine.state.other_generators import OtherGenerators
-from lightning_memo.engine.state.python_state import PythonState
-from lightning_memo.engine.state.user_hooks import GLOBAL_HOOKS, hook_tables, hooks_of_users
-from lightning_memo.engine.state.user_objects import home_of, is_of_a_library
+from lightning_memo.engine.state.random_states import OtherGenerators
+from lightning_memo.engine.state.users_code import (
+    GLOBAL_HOOKS,
+    home_of,
+    hook_tables,
+    hooks_of_users,
+    is_of_a_library,
+)
 from lightning_memo.engine.token_locality.operator_rules import Dim, TokensMixed
 from lightning_memo.engine.token_locality.stand_ins import (
     LocalFunctions,
@@ -101,17 +105,16 @@ def _without(tables: Sequence[dict[int, Any]], leaves_out: Callable[[Any], bool]
 
 
 @contextlib.contextmanager
-def _refusing_python_draws(layer: nn.Module, state: PythonState) -> Iterator[None]:
+def _refusing_python_draws(state: HeldState) -> Iterator[None]:
     """Refuse a proof of code that draws numbers outside of torch or sets context variables; undo the draws.
 
     Args:
-        layer: The layer.
-        state: What its modules and arguments hold.
+        state: What the modules and arguments of the layer hold.
 
     Raises:
         TokensMixed: The layer does so: another number may lead it another way, and each slice would set the variable.
     """
-    generators, variables = OtherGenerators.of(layer, state), copy_context()
+    generators, variables = OtherGenerators.of(state), copy_context()
     try:
         yield
         if drawn := [g for g in generators.drawn() if not isinstance(g, torch.Generator)]:
@@ -277,7 +280,7 @@ def _prepared(
     call: LayerCall, tracker: TokenTracker | None, mode: TrialMode, unused: Collection[Place]
 ) -> Iterator[None]:
     """Prepare the modules of a layer for fake tensors, and undo that and the writes of a forward."""
-    before = PythonState(call.layer, ())
+    before = HeldState(call.layer, ())
     try:
         for path, name in unused:
             vars(call.layer.get_submodule(path))[name] = Unusable()
@@ -285,23 +288,22 @@ def _prepared(
             m._buffers.update({name: None if t is None else mode.buffer(t) for name, t in m._buffers.items()})
             if (forward := forward_in_shape(m, tracker)) is not None:
                 m.forward = forward
-        known = PythonState(call.layer, (call.args, call.kwargs), named=True)
+        known = HeldState(call.layer, (call.args, call.kwargs))
         try:
             try:
-                with _refusing_python_draws(call.layer, known):
+                with _refusing_python_draws(known):
                     yield
             finally:  # also if tokens were mixed
                 written = _first_of(mode.written, call, known)
             if written := known.first_written() or written:
                 raise TokensMixed(f"writes to {written}")
         finally:
-            mode.gained += known.gained()
             known.restore()
     finally:
         before.restore()
 
 
-def _first_of(written: Collection[Tensor], call: LayerCall, state: PythonState) -> str:
+def _first_of(written: Collection[Tensor], call: LayerCall, state: HeldState) -> str:
     """Return the name of the first of some tensors that a layer writes into; empty if there is none.
 
     Raises:
@@ -309,11 +311,10 @@ def _first_of(written: Collection[Tensor], call: LayerCall, state: PythonState) 
     """
     buffers = set(map(id, call.layer.buffers()))
     for t in written:
-        if why := why_not_written(call.layer, call.name, (call.args, call.kwargs), state, buffers, t):
+        if why := why_not_written(call, state, buffers, t):
             raise RefusedAtAnyLength(why)
-    held = ((name_of(owner, key), address_of(t)) for owner, key, t in state.tensors)
     addresses = set(map(address_of, written))
-    return next((name for name, address in held if address in addresses), "")
+    return next((held.name for held in state.tensors if address_of(held.tensor) in addresses), "")
 
 
 def fake_like(tracker: TokenTracker, mode: TrialMode, call: LayerCall, t: Tensor) -> Tensor:
@@ -330,7 +331,6 @@ class TrialMode(FakeTensorMode):
 
     Attributes:
         written: The tensors with values into which an operation would have written. Their values are as before.
-        gained: The tensors that were put where no other run would find them, and that were taken out again.
     """
 
     def __init__(self) -> None:
@@ -341,7 +341,6 @@ class TrialMode(FakeTensorMode):
         self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}  # tensors with values and their fakes, by id
         self._stand_for: dict[int, Tensor] = {}  # tensors with values by the address of the fake one
         self._made = KeptStorages()
-        self.gained: list[Tensor] = []
         self._constants = KeptConstants()
 
     def __torch_dispatch__(
@@ -409,7 +408,6 @@ class TrialMode(FakeTensorMode):
         if remains(holds_others, sent=False):
             raise RefusedAtAnyLength(kept_elsewhere(name))
         if kept:
-            self.gained.clear()
             self._constants.give_values(kept)
         return bool(kept)
 

@@ -40,7 +40,7 @@ from lightning_memo.engine.forward.collected_outputs import TokenPlace, split_ou
 from lightning_memo.engine.forward.cut_tokens import token_dim_of
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.recurrence import STATE_FUNCTIONS, StateCall
-from lightning_memo.engine.state.user_objects import is_of_a_library
+from lightning_memo.engine.state.users_code import is_of_a_library
 from lightning_memo.engine.token_locality.fake_run import (
     Place,
     TrialMode,

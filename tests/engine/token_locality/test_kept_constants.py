@@ -76,7 +76,7 @@ def forget() -> None:
 
 @slow_if(lambda case_id: case_id in ("of_buffer", "of_object"))
 @pytest.mark.filterwarnings("error:.*as one slice")
-@pytest.mark.parametrize("constant", [of_lru_cache, of_dict, of_object, of_buffer])
+@pytest.mark.parametrize("constant", [of_lru_cache, of_dict, of_object, of_buffer, of_class])
 def test_constants_that_the_first_layer_makes(constant: Callable[[PlainBlock], Tensor]) -> None:
     """The layers are cut: nothing in them relates tokens."""
 
@@ -88,12 +88,6 @@ def test_constants_that_the_first_layer_makes(constant: Callable[[PlainBlock], T
     kept = [*KEPT.values(), *filter(torch.is_tensor, [OBJECT.slopes]), slopes(32)]
     assert not any(isinstance(t, FakeTensor) for t in kept)
     forget()
-
-
-def test_constants_that_a_class_keeps() -> None:
-    """The layers run whole, as in the first forward of one of them it cannot be told what else a class might keep."""
-    with pytest.warns(UserWarning, match="layers run as one slice.*writes to the class attribute Scaling.scale"):
-        compare(blocks(scaling(of_class)), {"alpha": 0.5})
 
 
 class HeldByThread(PlainBlock):

@@ -45,6 +45,10 @@ def keeps_in_slots(block: Any, x: Tensor) -> None:
     block.slots.aux = x.mean(1)
 
 
+def keeps_in_the_class(block: Any, x: Tensor) -> None:
+    type(block).aux = x * 2  # type: ignore[attr-defined]
+
+
 def scales_its_weight(block: Any, x: Tensor) -> None:
     block.out.weight.data.mul_(0.9)
 
@@ -98,12 +102,13 @@ REFUSED: dict[Callable[[Any, Tensor], None], str] = {
     appends_detached: KEEPS,
     appends_tokens: KEEPS,
     keeps_in_slots: KEEPS,
+    keeps_in_the_class: KEEPS,
     scales_its_weight: WRITES,
     scales_a_row: WRITES,
     scales_weights_together: "writes into its weight out.bias",
     normalizes_its_weight: WRITES,
     catches: WRITES,
-    counts_outside: "Acting writes into test_refused_side_effects.OUTSIDE, which is no buffer",
+    counts_outside: "Acting writes into a tensor outside of its modules and arguments",
     counts_in_a_tuple: "Acting writes into Acting.fixed, which is no buffer",
     counts_in_a_large_tensor: "Acting writes into Acting.large, which is no buffer",
     counts_in_a_view: "Acting writes into Acting.whole, which is no buffer",

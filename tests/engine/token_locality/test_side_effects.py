@@ -35,7 +35,7 @@ def _empty() -> None:
 
 
 def counter(block: Any) -> None:
-    block.count, block.counts, block.array = torch.zeros(()), {"all": [torch.zeros(2)]}, np.zeros(2)
+    block.count, block.counts = torch.zeros(()), {"all": [torch.zeros(2)]}
     block.norm = [nn.BatchNorm1d(32)]  # of which it owns no parameters
 
 
@@ -52,11 +52,6 @@ def counts_unseen(block: Any, x: Tensor) -> Tensor:
 def counts_inside(block: Any, x: Tensor) -> Tensor:
     block.counts["all"][0][1] += 1
     return x * (1 + block.counts["all"][0][1] / 10)
-
-
-def counts_in_an_array(block: Any, x: Tensor) -> Tensor:
-    block.array[0] += 1
-    return x * (1 + float(block.array[0]) / 10)
 
 
 def averages_elsewhere(block: Any, x: Tensor) -> Tensor:
@@ -76,11 +71,6 @@ def keeps_in_the_argument(block: Any, x: Tensor) -> Tensor:
 
 def keeps_in_the_parent(block: Any, x: Tensor) -> Tensor:
     return keeps_in(block.home[0], x)
-
-
-def keeps_in_the_class(block: Any, x: Tensor) -> Tensor:
-    type(block).aux = x * 2  # type: ignore[attr-defined]
-    return x + type(block).aux  # type: ignore[attr-defined]
 
 
 def keeps_in_a_config(block: Any, x: Tensor) -> Tensor:
@@ -103,13 +93,11 @@ WHOLE: dict[Callable[[Any, Tensor], Tensor | None], str] = {
     counts: "writes to Acting.count",
     counts_unseen: "writes to Acting.count",
     counts_inside: "writes to Acting.counts",
-    counts_in_an_array: "writes to Acting.array",
     averages_elsewhere: "aten.var_mean computes along the tokens",
     adds_to_a_buffer_of_the_argument: "writes to BatchNorm1d.running_mean",
     keeps_in_the_argument: "aten.mean computes along the tokens",
     keeps_in_the_parent: "aten.mean computes along the tokens",
     keeps_in_a_config: "aten.mean computes along the tokens",
-    keeps_in_the_class: "writes to the class attribute Acting.aux",
     relates_and_keeps_tokens: "aten.arange makes a tensor by the number of tokens",
 }
 

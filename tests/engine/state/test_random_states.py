@@ -17,13 +17,12 @@ from support.markers.slow import slow_if
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from lightning_memo.engine.state.other_generators import OtherGenerators
+from lightning_memo.engine.state.random_states import OtherGenerators
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 ALPHAS = [0.0, 0.5, 1.0]
 SLICES = {"alpha": 0.5, "slice_tokens": 16, "host_backed": "all"}
-OF_MODULE = np.random.default_rng(1)
 
 
 class Drawn(Recording):
@@ -35,10 +34,9 @@ class Drawn(Recording):
         super().on_train_start()
         random.seed(7)
         np.random.seed(7)
-        OF_MODULE.bit_generator.state = np.random.default_rng(1).bit_generator.state
 
     def on_train_end(self) -> None:
-        self.ends.append((random.random(), np.random.random(), OF_MODULE.random()))
+        self.ends.append((random.random(), np.random.random()))
 
 
 def assert_like_plain(build: Callable[[], nn.Module], settings: dict[str, Any]) -> None:
@@ -66,13 +64,6 @@ class Dropped(Generators):
         return x if dropped else PlainBlock.forward(self, x)
 
 
-class NamesGenerator(PlainBlock):
-    """Draws from a generator that is a global variable."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x * OF_MODULE.random())
-
-
 def drawing(kind: type[Generators], draw: Callable[[Any, Tensor], Any]) -> Callable[[], nn.Module]:
     return lambda: PlainModel([kind(index, draw) for index in range(3)])
 
@@ -84,7 +75,6 @@ DRAWS: dict[str, Callable[[], nn.Module]] = {
     "own python": drawing(Dropped, lambda layer, x: layer.of_python.random()),
     "own numpy": drawing(Generators, lambda layer, x: layer.of_numpy["inside"].random()),
     "each token": drawing(Generators, lambda layer, x: torch.empty_like(x).normal_(generator=layer.of_torch)),
-    "global variable": lambda: PlainModel([NamesGenerator() for _ in range(3)]),
 }
 
 

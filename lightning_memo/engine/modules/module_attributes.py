@@ -7,21 +7,30 @@ of libraries' objects, long containers, and objects within objects are left out.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import inspect
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from types import FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
-from lightning_memo.engine.state.user_hooks import GLOBAL_HOOKS, hook_tables, hooks_of_users
-from lightning_memo.engine.state.user_objects import attributes_of, is_users
-from lightning_memo.utils.python_objects import FUNCTIONS, contents_of, functions_held, values_of
+from lightning_memo.engine.state.users_code import (
+    GLOBAL_HOOKS,
+    attributes_of,
+    hook_tables,
+    hooks_of_users,
+    is_of_a_library,
+    is_users,
+)
+from lightning_memo.utils.python_objects import contents_of
 
 _TABLES = frozenset(vars(nn.Module())) - {"training"}
 _NUMBERS = frozenset({int, float, str})
 _PLAIN = _NUMBERS | {bool}
 _CONTAINERS = frozenset({list, tuple, set, dict})
+_FUNCTIONS = frozenset({FunctionType, MethodType, BuiltinFunctionType, functools.partial})
+_LONGEST = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +50,20 @@ class ModuleAttributes:
     inner: tuple[object, ...]
 
     @classmethod
-    def of(cls, named_modules: Iterable[tuple[str, nn.Module]], functions: Iterable[Any] = ()) -> ModuleAttributes:
+    def of(cls, named_modules: Iterable[tuple[str, nn.Module]]) -> ModuleAttributes:
         """Read the attributes of some modules.
 
         Args:
             named_modules: The modules, with their names.
-            functions: Further functions that their code calls.
         """
         modules: list[object] = []
         found = _Found()
-        for function in functions:
-            found.add_functions(function)
         found.add_hooks(GLOBAL_HOOKS)
         for name, m in named_modules:
             modules += name, type(m), *m._buffers
             modules += [p.shape for p in m._parameters.values() if p is not None]
             found.add([value for key, value in m.__dict__.items() if key not in _TABLES], found.numbers)
+            found.add_called(type(m))
             found.add_hooks(hook_tables(m))
         return cls(tuple(modules), tuple(found.switches), tuple(found.numbers), tuple(found.inner))
 
@@ -83,24 +90,34 @@ class _Found:
                 numbers.append(value)
             elif kind in _CONTAINERS:
                 numbers += _plain_in(value)
-                self.add_functions(value)
-            elif kind in FUNCTIONS:
+                self._add_functions(_values_of(value))
+            elif kind in _FUNCTIONS:
                 self._add_function(value)
             elif numbers is not self.inner and is_users(kind) and id(value) not in self._seen:
                 self._seen.add(id(value))
                 self.switches.append(kind)
                 self.add((attributes_of(value) or {}).values(), self.inner)
 
+    def add_called(self, kind: type) -> None:
+        """Add the functions that the forward of a user's class finds in global variables, also in containers."""
+        variables, names = _names_in_forward(kind)
+        for value in map(variables.get, names):
+            if type(value) in _CONTAINERS:
+                self._add_functions(_values_of(value))
+            elif type(value) in _FUNCTIONS and not is_of_a_library(value):
+                self._add_function(value)
+
     def add_hooks(self, tables: list[dict[int, Any]]) -> None:
         """Add hooks of users."""
         for kind, hook in hooks_of_users(tables):
             self.switches += (kind, type(hook))
-            self.add_functions(hook)
+            self._add_functions([hook])
 
-    def add_functions(self, value: Any) -> None:
-        """Add a function, or those in a container; nothing else."""
-        for function in functions_held(value):
-            self._add_function(function)
+    def _add_functions(self, values: Iterable[Any]) -> None:
+        """Add those of some values that are functions."""
+        for value in values:
+            if type(value) in _FUNCTIONS:
+                self._add_function(value)
 
     def _add_function(self, function: Any) -> None:
         """Add the code of a function, not the function: users may make it anew from the same code in each step."""
@@ -119,8 +136,28 @@ class _Found:
             self.switches.append(getattr(function, "__qualname__", kind))
 
 
+@functools.lru_cache(maxsize=1024)
+def _names_in_forward(kind: type) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the global variables that the forward of a class can see, and the names in its code; libraries' have none.
+
+    What the functions that it calls find by names is left out.
+    """
+    forward = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
+    if type(forward) is not FunctionType or is_of_a_library(forward):
+        return {}, ()
+    return forward.__globals__, forward.__code__.co_names
+
+
 def _plain_in(container: Any) -> list[object]:
     """Return the plain values in a container that is not long, and plain keys."""
-    values = values_of(container)
+    values = _values_of(container)
     keys = container if values and type(container) is dict else ()
     return [value for value in (*keys, *values) if type(value) in _PLAIN]
+
+
+def _values_of(container: Any) -> Collection[Any]:
+    """Return what a list, tuple, set or dict that is not long holds, without keys."""
+    if len(container) > _LONGEST:
+        return ()
+    values: Collection[Any] = container.values() if type(container) is dict else container
+    return values

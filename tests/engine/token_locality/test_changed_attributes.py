@@ -17,7 +17,7 @@ from support.markers.slow import slow_if
 from torch import Tensor, nn
 
 from lightning_memo.engine.modules import layer_classes
-from lightning_memo.engine.state.module_attributes import ModuleAttributes
+from lightning_memo.engine.modules.module_attributes import ModuleAttributes
 
 BATCH = make_batch(2, 48)
 
