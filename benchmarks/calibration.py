@@ -21,12 +21,11 @@ from circumstances import circumstances
 from rich.console import Console
 from rich.table import Table
 
-from lightning_memo.artifacts.layer_costs import LayerCosts
+from lightning_memo.artifacts.costs import LayerCosts
 from lightning_memo.cli.calibration_runs import fastest_run
 from lightning_memo.estimate.calibrate import LayerMeasurement, fit
-from lightning_memo.estimate.cluster import constants_of
+from lightning_memo.estimate.cluster import constants_of, load_cluster, load_model, load_preset
 from lightning_memo.estimate.planner_inputs import estimated_layer_costs
-from lightning_memo.estimate.presets import load_cluster, load_model, load_preset
 from lightning_memo.estimate.request import EstimateRequest, Parallelism
 from lightning_memo.planner.step_time import steady
 from lightning_memo.utils.files import replacing

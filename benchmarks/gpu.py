@@ -28,7 +28,7 @@ from cells.longest import next_length
 from cells.methods import METHODS
 from cells.run import Run
 
-from lightning_memo.estimate.presets import preset_names
+from lightning_memo.estimate.cluster import preset_names
 
 _RESULTS = Path(__file__).parent / "results" / "gpu"
 _TRIED = Path("outputs") / "benchmarks"

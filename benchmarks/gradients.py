@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 from transformers.integrations import sdpa_attention
 
 from lightning_memo import MemoStrategy
-from lightning_memo.estimate.presets import load_preset, preset_names
+from lightning_memo.estimate.cluster import load_preset, preset_names
 from lightning_memo.models import ModelConfig, build_model
 from lightning_memo.trials.training_trial import QUIET, RandomTokens
 from lightning_memo.utils.files import replacing

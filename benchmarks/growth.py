@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from lightning_memo.artifacts.swap_plan import SwapPlan
+from lightning_memo.artifacts.plan import SwapPlan
 from lightning_memo.engine import Engine, RequestedSettings
 from lightning_memo.engine.bootstrap_plan import host_backed_bytes
 from lightning_memo.loss.attach_loss import attach_chunked_loss

@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_memo.engine.timeline_recorder import Clock
-from lightning_memo.estimate.presets import preset_names
+from lightning_memo.estimate.cluster import preset_names
 from lightning_memo.utils.files import replacing
 from lightning_memo.utils.units import format_bytes
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_memo.estimate.presets import load_model, load_preset
+from lightning_memo.estimate.cluster import load_model, load_preset
 from lightning_memo.kernels import AttentionBackend, AttentionSpec
 from lightning_memo.kernels.fallback_kernels import Replay
 from lightning_memo.kernels.select_kernel import candidate_kernels

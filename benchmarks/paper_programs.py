@@ -11,9 +11,8 @@ from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial
 from typing import Final, Literal
 
-from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
-from lightning_memo.artifacts.plan import Fingerprint, Plan
-from lightning_memo.artifacts.swap_plan import PlanMemory, SwapPlan
+from lightning_memo.artifacts.costs import Budget, LayerCosts
+from lightning_memo.artifacts.plan import Fingerprint, Plan, PlanMemory, SwapPlan
 from lightning_memo.estimate import Cluster, Constants, ModelShape, Parallelism
 from lightning_memo.estimate.device_bytes import (
     CHUNKED_LOGIT_BYTES,
@@ -24,7 +23,7 @@ from lightning_memo.estimate.device_bytes import (
     layer_weights,
     model_state_bytes,
 )
-from lightning_memo.estimate.precision_bytes import BF16, FP32, ElementBytes
+from lightning_memo.estimate.saved_tensors import BF16, FP32, ElementBytes
 from lightning_memo.estimate.step_buffers import CHUNK_BYTES
 from lightning_memo.estimate.step_times import BACKWARD_OF_ATTENTION, LayerTimes, ring_bandwidth
 from lightning_memo.planner import HostMemoryError, plan_swap, solve_alpha

@@ -35,10 +35,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memo.planner.placement import Placement, Problem, heuristics, place, validate
+from lightning_memo.planner.placement import Placement, Problem, mip, place, validate
 from lightning_memo.planner.placement.csv_tables import ProblemTable, read_problem
 from lightning_memo.planner.placement.placement_core import available_library, load_library, opened
-from lightning_memo.planner.placement.time_sections import section
+from lightning_memo.planner.placement.problem import section
 from lightning_memo.utils.files import replacing
 from lightning_memo.utils.native_build import BuildError
 
@@ -165,7 +165,7 @@ def one_pass(problem: Problem) -> Row | None:
     with opened(sectioned, available_library()) as core:
         peaks = {
             name: int((offset + sectioned.size).max()) * sectioned.unit_bytes
-            for name, offset in heuristics.placements(sectioned, core)
+            for name, offset in mip.placements(sectioned, core)
         }
     seconds = time.perf_counter() - start
     best = min(peaks, key=lambda name: peaks[name])

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memo import MemoStrategy
 from lightning_memo.callbacks import ScheduleRecorder
-from lightning_memo.estimate.presets import load_preset
+from lightning_memo.estimate.cluster import load_preset
 from lightning_memo.models import CausalLM
 from lightning_memo.reports.schedule import draw_schedule
 

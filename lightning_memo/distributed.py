@@ -45,14 +45,14 @@ from lightning_memo.parallel.mesh_precision import MeshPrecision
 from lightning_memo.parallel.parallel_sizes import resolve_sizes
 from lightning_memo.parallel.processes import Processes
 from lightning_memo.parallel.sharded_checkpoint import check_groups
-from lightning_memo.runtime.model_checks import (
+from lightning_memo.runtime.stage_layers import StageLayers
+from lightning_memo.runtime.start_engine import (
     refuse_engine_shards,
     refuse_fp8_at_calls,
     refuse_fp8_weights,
     refuse_liger_shards,
     warn_of_uncompiled,
 )
-from lightning_memo.runtime.stage_layers import StageLayers
 from lightning_memo.runtime.training_runtime import TrainingRuntime
 from lightning_memo.utils.find_layers import NoLayersError, select_layers
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cells.cell import Cell
-from lightning_memo.estimate.presets import load_model
+from lightning_memo.estimate.cluster import load_model
 from lightning_memo.shapes.model_shape import ModelShape
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_memo.estimate.presets import load_cluster, preset_names
+from lightning_memo.estimate.cluster import load_cluster, preset_names
 
 _SIZE = 8192
 _PRODUCTS = 20

@@ -23,7 +23,7 @@ from cells.flops import shape_of, step_flops
 from cells.methods import Method, method_of
 from cells.peak import Peak, peak_of
 from cells.steps import Steps
-from lightning_memo.estimate.presets import load_preset
+from lightning_memo.estimate.cluster import load_preset
 from lightning_memo.loss.attach_loss import attach_chunked_loss
 from lightning_memo.models import ModelConfig, build_model
 from lightning_memo.trials.training_trial import QUIET, RandomTokens

@@ -8,9 +8,8 @@ from typing import Protocol
 
 from torch import nn
 
-from lightning_memo.artifacts.storage_plan import CallPlan, StoragePlan
-from lightning_memo.artifacts.swap_plan import HostBacked, PlanMemory, SwapPlan
-from lightning_memo.artifacts.tensor_kind_costs import INPUT
+from lightning_memo.artifacts.costs import INPUT
+from lightning_memo.artifacts.plan import CallPlan, HostBacked, PlanMemory, StoragePlan, SwapPlan
 from lightning_memo.engine.attention.attention_selector import AttentionSelector
 from lightning_memo.engine.layers.token_sharing import SequenceCutter
 from lightning_memo.engine.modules.layer_classes import LayerClasses, RequestedSettings

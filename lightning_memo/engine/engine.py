@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -13,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_memo.artifacts.swap_plan import HostBacked, SwapPlan
-from lightning_memo.engine.attention.attention_selector import AttentionSelector
+from lightning_memo.artifacts.plan import HostBacked, SwapPlan
+from lightning_memo.engine.attention.attention_selector import AttentionSelector, WholeAttention
 from lightning_memo.engine.attention.hugging_face import attach_attention
 from lightning_memo.engine.attention.sliced_attention import StreamedAttention, StreamedUlysses
 from lightning_memo.engine.bootstrap_plan import bootstrap_plan
 from lightning_memo.engine.forward.as_written import run_as_written
+from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.refuse_checkpointing import refuse_checkpoint_around
 from lightning_memo.engine.layers.argument_containers import Run, dicts_apart, taken_apart
@@ -28,7 +30,6 @@ from lightning_memo.engine.layers.layer_run import run_of_call
 from lightning_memo.engine.layers.pending_calls import MicroBatches, PendingCalls
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.layers.token_sharing import SequenceCutter, TokenSharing, check_bounds, divided_by_slices
-from lightning_memo.engine.layers.whole_layers import run_whole
 from lightning_memo.engine.loaded_plan import (
     PlanLimits,
     allocate_slots,
@@ -45,16 +46,45 @@ from lightning_memo.engine.modules.layer_forward import needs_grad, replace_forw
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.modules.slice_comparison import SliceComparison
 from lightning_memo.engine.modules.token_local_modules import attach_lazy_inputs, attach_rotary
+from lightning_memo.engine.recurrence import HandedStates, StateCall, handing
 from lightning_memo.engine.saved_tensors.offload_group import OffloadGroups
 from lightning_memo.engine.saved_tensors.parked_arguments import parkable
 from lightning_memo.engine.sliced_model.sliced_layer_calls import SequenceRun, find_causal_lm, run_slice
 from lightning_memo.engine.sliced_model.sliced_model import SlicedModel
-from lightning_memo.engine.slices.run_schedule import run_schedule
-from lightning_memo.engine.slices.slice_schedules import run_without_backward
+from lightning_memo.engine.slices.slice_schedules import run_schedule, run_without_backward
 from lightning_memo.engine.timeline_recorder import Subject, TimelineRecorder
-from lightning_memo.planner.token_slices import SavedBytes, TokenRange
+from lightning_memo.planner.token_slices import KEPT, SavedBytes, TokenRange
 from lightning_memo.utils.around_forward import has_user_hooks, leave_own_contexts, saves_on_cpu, why_without_hooks
 from lightning_memo.utils.class_names import class_name
+
+
+def run_whole(
+    attention: AttentionSelector, handed: HandedStates, call: LayerCall, x: Tensor, forward: Callable[[], Any]
+) -> Any:
+    """Run a layer, whose attention and recurrences need the tokens of other processes, and return what it returns.
+
+    Args:
+        attention: Selects attention kernels.
+        handed: The states of its recurrences.
+        call: The layer and its arguments.
+        x: The layer's input.
+        forward: Runs the layer with all its arguments, key-value caches included.
+    """
+    with handling(WholeAttention(attention, call.layout), call.layer, call.layout):
+        if handed.exchange is None:
+            return forward()
+        numbers = itertools.count()
+
+        def hand(state_call: StateCall) -> Tensor:
+            number = next(numbers)
+            start = handed.start(number, state_call, first=True)
+            return handed.run(number, state_call, start, first=True, last=True)
+
+        with handing(call.layer, hand, functools.partial(handed.check, call.name)):
+            output = call.run(x, TokenRange(0, call.tokens, KEPT))  # a cache would take the state
+    handed.settle()
+    return output
+
 
 _LAYER_CLASSES = 4
 

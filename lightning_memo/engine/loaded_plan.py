@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from lightning_memo.artifacts.swap_plan import SwapPlan
-from lightning_memo.artifacts.tensor_kind_costs import INPUT
+from lightning_memo.artifacts.costs import INPUT
+from lightning_memo.artifacts.plan import SwapPlan
 from lightning_memo.engine.layers.token_sharing import SequenceCutter
 from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.slot_memory import SlotMemory

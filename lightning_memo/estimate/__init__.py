@@ -3,9 +3,8 @@
 Imports neither torch nor Lightning. Plans come from the same planner as in training.
 """
 
-from lightning_memo.estimate.cluster import Cluster, Constants, constants_of, read_constants
+from lightning_memo.estimate.cluster import Cluster, Constants, constants_of, load_cluster, load_model, read_constants
 from lightning_memo.estimate.parallelism_search import Alternative, Ranking, longest, longest_with, search
-from lightning_memo.estimate.presets import load_cluster, load_model
 from lightning_memo.estimate.request import Estimate, EstimateRequest, Parallelism
 from lightning_memo.estimate.slice_settings import Slices
 from lightning_memo.estimate.step_estimate import estimate

@@ -22,12 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_memo import __version__
-from lightning_memo.artifacts.layer_costs import LayerCosts
+from lightning_memo.artifacts.costs import LayerCosts
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.cli.hydra_command import config_dir, exit_for_user, plain_settings, run_command
-from lightning_memo.estimate.cluster import Cluster, Constants, constants_of
+from lightning_memo.estimate.cluster import Cluster, Constants, cluster_of, constants_of, model_of
 from lightning_memo.estimate.command import read_count
-from lightning_memo.estimate.presets import cluster_of, model_of
 from lightning_memo.estimate.request import EstimateRequest, Parallelism
 from lightning_memo.estimate.step_times import LayerTimes, head_seconds, layer_times, loss_seconds
 from lightning_memo.planner.step_time import steady

@@ -24,7 +24,7 @@ from lightning_memo.cli.hydra_command import (
     plain_settings,
     run_command,
 )
-from lightning_memo.estimate.cluster import MAX_DEVICES, Constants, constants_of, read_constants
+from lightning_memo.estimate.cluster import MAX_DEVICES, Constants, cluster_of, constants_of, model_of, read_constants
 from lightning_memo.estimate.parallelism_search import (
     Ranking,
     Report,
@@ -35,9 +35,8 @@ from lightning_memo.estimate.parallelism_search import (
     search,
 )
 from lightning_memo.estimate.planner_inputs import device_budget
-from lightning_memo.estimate.precision_bytes import Precision
-from lightning_memo.estimate.presets import cluster_of, model_of
 from lightning_memo.estimate.request import EstimateRequest, Schedule, ZeroCommunication, check_request
+from lightning_memo.estimate.saved_tensors import Precision
 from lightning_memo.estimate.slice_settings import Slices
 from lightning_memo.estimate.sweep import JobEstimate
 from lightning_memo.estimate.tables import print_answer

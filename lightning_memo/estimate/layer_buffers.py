@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lightning_memo.estimate.precision_bytes import FP32, ElementBytes
-from lightning_memo.estimate.saved_tensors import SavedTensor, saved_tensors
+from lightning_memo.estimate.saved_tensors import FP32, ElementBytes, SavedTensor, saved_tensors
 from lightning_memo.planner.placement import Problem
 from lightning_memo.shapes.model_shape import ModelShape
 

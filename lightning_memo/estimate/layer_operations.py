@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from lightning_memo.estimate.precision_bytes import FP32, ElementBytes
+from lightning_memo.estimate.saved_tensors import FP32, ElementBytes
 from lightning_memo.shapes.model_shape import SINGLE_OPERATIONS, ModelShape
 
 _FUSED_NAMES: Final = {

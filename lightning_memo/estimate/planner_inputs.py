@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
-from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
-from lightning_memo.artifacts.plan import Plan
-from lightning_memo.artifacts.storage_plan import CallPlan
-from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT, PLACES, CallCosts, Product, StorageCosts
+from lightning_memo.artifacts.costs import (
+    ALL,
+    ATTENTION,
+    INPUT,
+    PLACES,
+    Budget,
+    CallCosts,
+    LayerCosts,
+    Product,
+    StorageCosts,
+)
+from lightning_memo.artifacts.plan import CallPlan, Plan
 from lightning_memo.estimate.cluster import DISK
 from lightning_memo.estimate.device_bytes import (
     backward_bytes,

@@ -9,7 +9,7 @@ from lightning_memo.artifacts.json_documents import check_range
 from lightning_memo.artifacts.slot_layouts import SwapPrecision
 from lightning_memo.estimate.cluster import Cluster, Constants
 from lightning_memo.estimate.layer_buffers import has_known_buffers
-from lightning_memo.estimate.precision_bytes import ElementBytes, Precision, bytes_of
+from lightning_memo.estimate.saved_tensors import ElementBytes, Precision, bytes_of
 from lightning_memo.estimate.slice_settings import Slices
 from lightning_memo.shapes.model_shape import ModelShape
 

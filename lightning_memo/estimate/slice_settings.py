@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from lightning_memo.artifacts.json_documents import check_range
+from lightning_memo.artifacts.plan import HostBacked, StoragePlan
 from lightning_memo.artifacts.slot_layouts import SwapPrecision
-from lightning_memo.artifacts.storage_plan import StoragePlan
-from lightning_memo.artifacts.swap_plan import HostBacked
-from lightning_memo.estimate.precision_bytes import FP32, ElementBytes
-from lightning_memo.estimate.saved_tensors import saved_tensors
+from lightning_memo.estimate.saved_tensors import FP32, ElementBytes, saved_tensors
 from lightning_memo.planner.host_backed_sizes import StreamedBytes, host_backed_sizes
 from lightning_memo.planner.token_slices import SavedBytes, slices_of
 from lightning_memo.shapes.model_shape import ModelShape

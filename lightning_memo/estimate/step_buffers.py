@@ -15,7 +15,7 @@ from typing import Final
 from typing_extensions import override
 
 from lightning_memo.estimate.layer_buffers import Buffers, LayerBuffers
-from lightning_memo.estimate.precision_bytes import FP32
+from lightning_memo.estimate.saved_tensors import FP32
 from lightning_memo.estimate.slice_settings import Slices, tables_bytes
 from lightning_memo.planner.token_slices import plan_of_alpha, slices_of
 

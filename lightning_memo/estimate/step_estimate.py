@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from lightning_memo.artifacts.layer_costs import LayerCosts
-from lightning_memo.artifacts.plan import Plan
-from lightning_memo.artifacts.swap_plan import PlanMemory, SwapPlan
-from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT
+from lightning_memo.artifacts.costs import ALL, ATTENTION, INPUT, LayerCosts
+from lightning_memo.artifacts.plan import Plan, PlanMemory, SwapPlan
 from lightning_memo.estimate.device_bytes import (
     device_state_bytes,
     fullest_stages,

@@ -13,9 +13,8 @@ from lightning_memo.artifacts.slot_layouts import BLOCK
 from lightning_memo.estimate.cluster import Cluster
 from lightning_memo.estimate.device_bytes import device_parameters, device_trained_parameters, received_tokens
 from lightning_memo.estimate.layer_operations import later_products, norm_traffic, traffic_of_layer
-from lightning_memo.estimate.precision_bytes import FP32, ElementBytes
 from lightning_memo.estimate.request import EstimateRequest, Parallelism
-from lightning_memo.estimate.saved_tensors import LayerActivations
+from lightning_memo.estimate.saved_tensors import FP32, ElementBytes, LayerActivations
 from lightning_memo.estimate.slice_settings import Slices
 from lightning_memo.estimate.step_buffers import CHUNK_BYTES
 from lightning_memo.parallel.parallel_sizes import GRADIENT_BITS, WEIGHT_BITS, sent_bytes

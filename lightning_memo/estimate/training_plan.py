@@ -8,11 +8,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
-from lightning_memo.artifacts.plan import Fingerprint, Plan
-from lightning_memo.artifacts.storage_plan import StorageBudget, StoragePlan
-from lightning_memo.artifacts.swap_plan import PlanMemory
-from lightning_memo.artifacts.tensor_kind_costs import ALL
+from lightning_memo.artifacts.costs import ALL, Budget, LayerCosts
+from lightning_memo.artifacts.plan import Fingerprint, Plan, PlanMemory, StorageBudget, StoragePlan
 from lightning_memo.config import MemoConfig
 from lightning_memo.estimate.device_bytes import gathered_bytes, logits_bytes
 from lightning_memo.estimate.layer_operations import layer_products
@@ -25,9 +22,8 @@ from lightning_memo.estimate.planner_inputs import (
     sequences_in_flight,
     storable_tensors,
 )
-from lightning_memo.estimate.precision_bytes import FP32
 from lightning_memo.estimate.request import EstimateRequest, Parallelism
-from lightning_memo.estimate.saved_tensors import saved_tensors
+from lightning_memo.estimate.saved_tensors import FP32, saved_tensors
 from lightning_memo.estimate.step_buffers import PlannedCall, PlannedSlice, PlannedStep
 from lightning_memo.planner import plan_swap
 from lightning_memo.planner.choose_plan import choose_plan, plain_plan, usable_device_bytes, with_spare_device

@@ -1,6 +1,5 @@
 """Plans made from measured costs and a memory budget. Imports neither torch nor Lightning."""
 
-from lightning_memo.planner.largest_alpha import AlphaSolution, HostMemoryError, solve_alpha
-from lightning_memo.planner.plan_swap import plan_swap
+from lightning_memo.planner.plan_swap import AlphaSolution, HostMemoryError, plan_swap, solve_alpha
 
 __all__ = ["AlphaSolution", "HostMemoryError", "plan_swap", "solve_alpha"]

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
-from lightning_memo.artifacts.plan import Fingerprint, Plan, step_device_bytes
-from lightning_memo.artifacts.swap_plan import PlanMemory, Schedule, SwapPlan
+from lightning_memo.artifacts.costs import Budget, LayerCosts
+from lightning_memo.artifacts.plan import Fingerprint, Plan, PlanMemory, Schedule, SwapPlan, step_device_bytes
 from lightning_memo.planner.step_time import steady, step_seconds
 from lightning_memo.planner.token_slices import plan_of_plain_training
 from lightning_memo.utils.units import format_bytes

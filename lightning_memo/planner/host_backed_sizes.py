@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from lightning_memo.artifacts.swap_plan import HostBacked, PlanMemory
+from lightning_memo.artifacts.plan import HostBacked, PlanMemory
 from lightning_memo.planner.token_slices import SavedBytes, TokenRange, aligned, slice_slot_bytes
 
 STATES: Final = 3
@@ -61,7 +61,7 @@ def host_backed_sizes(
     Args:
         calls: For each layer call, the tensors that it saves and the number of tokens for which they were measured.
         slices: Slices of the plan.
-        host_backed: See :class:`~lightning_memo.artifacts.swap_plan.SwapPlan`; not "none".
+        host_backed: See :class:`~lightning_memo.artifacts.plan.SwapPlan`; not "none".
         gradient_bytes: Bytes per token of the gradients of keys and values, in the type in which they are accumulated.
         block_tokens: Minimum number of tokens whose keys and values are fetched at once.
         schedule: "layer", or "slice". With "slice", the gradients of all layers' keys and values are alive at once,

@@ -6,11 +6,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from lightning_memo.artifacts.layer_costs import LayerCosts
-from lightning_memo.artifacts.plan import Fingerprint, Plan
-from lightning_memo.artifacts.storage_plan import NvmeTier, Resource, StorageBudget, StoragePlan
-from lightning_memo.artifacts.swap_plan import PlanMemory, SwapPlan
-from lightning_memo.artifacts.tensor_kind_costs import ALL, CallCosts, StorageCosts
+from lightning_memo.artifacts.costs import ALL, CallCosts, LayerCosts, StorageCosts
+from lightning_memo.artifacts.plan import (
+    Fingerprint,
+    NvmeTier,
+    Plan,
+    PlanMemory,
+    Resource,
+    StorageBudget,
+    StoragePlan,
+    SwapPlan,
+)
 from lightning_memo.planner.storage_planner import StorageError, plan_storage
 from lightning_memo.planner.token_slices import SavedBytes, with_common_bounds
 from lightning_memo.utils.units import format_bytes, format_seconds

@@ -1,21 +1,265 @@
-"""The swap plan of a run: the fraction of the tokens to swap, exact to the byte, and the expected step time."""
+"""The plan with a single alpha: the largest fraction whose copies hide and which fits (MEMO, section 4.2)."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Final, Literal
 
-from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
-from lightning_memo.artifacts.plan import Fingerprint, Plan
-from lightning_memo.artifacts.storage_plan import StoragePlan
-from lightning_memo.artifacts.swap_plan import HostBacked, PlanMemory, Schedule, SwapPlan
+from lightning_memo.artifacts.costs import Budget, LayerCosts
+from lightning_memo.artifacts.plan import (
+    Fingerprint,
+    HostBacked,
+    Plan,
+    PlanMemory,
+    Schedule,
+    StoragePlan,
+    SwapPlan,
+    step_device_bytes,
+)
+from lightning_memo.artifacts.slot_layouts import SpillLayout
 from lightning_memo.planner.choose_plan import plain_plan
 from lightning_memo.planner.host_backed_sizes import StreamedBytes
-from lightning_memo.planner.largest_alpha import AlphaSolution, Feasibility, HostMemoryError, solve_alpha
-from lightning_memo.planner.step_time import steady, step_seconds, streamed_step_seconds
-from lightning_memo.planner.token_slices import spread
+from lightning_memo.planner.step_time import disk_seconds, steady, step_seconds, streamed_step_seconds
+from lightning_memo.planner.token_slices import plan_of_alpha, plan_of_whole_layers, spread, tile_of
 from lightning_memo.utils.units import format_bytes
+
+Binding = Literal["overlap", "host", "compression", "all tokens swapped"]
+TOLERANCE: Final = 1e-6
+"""Share by which a copy may take longer than its forward: measured times are far less exact."""
+_MORE_HOST_MEMORY: Final = "raise host_memory or shorten the sequence"
+_MORE_DISK: Final = "raise host_memory or spill_memory, or shorten the sequence"
+
+
+def calls_to_spill(swapped_calls: int, slot_bytes: int, budget: Budget) -> int | None:
+    """Smallest number of layer calls that have to go to the disk for the others to fit the host.
+
+    Args:
+        swapped_calls: Number of layer calls whose activations leave the device.
+        slot_bytes: Bytes of each of them.
+        budget: Its host bytes hold the remaining calls and the bounce buffers of the disk.
+
+    Returns:
+        The number of calls; None if host and disk together cannot hold them.
+    """
+    if swapped_calls * slot_bytes <= budget.host_bytes:
+        return 0
+    layout = SpillLayout(slot_bytes)
+    room_bytes = budget.host_bytes - layout.bounce_bytes
+    if room_bytes < 0:
+        return None
+    spilled = max(swapped_calls - room_bytes // slot_bytes, 1)
+    return spilled if spilled * layout.region_bytes <= budget.spill_bytes else None
+
+
+def disk_keeps_up(costs: LayerCosts, slot_bytes: int, spilled_calls: int, alpha: float) -> bool:
+    """Whether no layer call waits for the disk: MEMO's overlap constraint (section 4.2), applied to the disk.
+
+    A write may last until the next spilled call is offloaded, because host buffers hold one whole call. A read starts
+    when the backward two calls later has released its rounding buffer, and may last as long as the backward in between.
+
+    Args:
+        costs: Measured costs.
+        slot_bytes: Bytes that one layer call swaps.
+        spilled_calls: Number of layer calls, evenly spaced, that go to the disk.
+        alpha: Fraction of the tokens that is swapped and not recomputed.
+    """
+    if not spilled_calls:
+        return True
+    swapped_calls = costs.swapped_calls
+    write_seconds, read_seconds = disk_seconds(costs, slot_bytes)
+    leaving = range(swapped_calls)
+    forward = min(costs.forward_seconds_at(call, alpha) for call in leaving) * (swapped_calls // spilled_calls)
+    backward = min(costs.backward_seconds_at(call, alpha) for call in leaving)
+    return write_seconds <= forward and read_seconds <= backward
+
+
+class Feasibility:
+    """Memory that a plan needs as a function of alpha, compared with a budget.
+
+    Args:
+        costs: Costs of the layer calls, without the outliers of a first step.
+        budget: Limits of device, host and disk.
+        memory_of: Returns the exact memory of a plan; not called with `streamed_bytes`.
+        streamed_bytes: Returns the exact bytes of a plan where each slice swaps into a slot of its own, which never
+            goes to the disk; None if whole layer calls swap.
+        slice_tokens: Maximum number of tokens that run through a layer at once; None for no limit.
+        whole_layers: Whether layers cannot be cut, so that alpha is a fraction of the layer calls.
+        multiple: Slices begin at multiples of this many tokens.
+
+    Attributes:
+        costs: See above.
+        budget: See above.
+        streamed_bytes: See above.
+        whole_layers: See above.
+        parts: Number of steps from alpha 0 to alpha 1: of layer calls, or of the tiles of tokens that slices begin at.
+    """
+
+    def __init__(
+        self,
+        costs: LayerCosts,
+        budget: Budget,
+        memory_of: Callable[[StoragePlan], PlanMemory],
+        streamed_bytes: Callable[[StoragePlan], StreamedBytes] | None,
+        *,
+        slice_tokens: int | None,
+        whole_layers: bool,
+        multiple: int,
+    ) -> None:
+        self.costs, self.budget, self.streamed_bytes, self.whole_layers = costs, budget, streamed_bytes, whole_layers
+        self._memory_of, self._slice_tokens, self._multiple = memory_of, slice_tokens, multiple
+        self._unit = math.lcm(tile_of(costs.tokens), multiple)
+        self.parts = costs.calls if whole_layers else -(-costs.tokens // self._unit)
+        self._known: dict[float, tuple[StoragePlan, PlanMemory]] = {}
+
+    def alpha_at(self, part: int) -> float:
+        """The fraction after a number of steps."""
+        return part / self.parts if self.whole_layers else min(part * self._unit / self.costs.tokens, 1.0)
+
+    def part_of(self, alpha: float) -> int:
+        """Number of steps to the largest fraction up to `alpha`."""
+        most = self.costs.calls if self.whole_layers else self.costs.tokens / self._unit
+        return self.parts if alpha >= 1.0 else math.floor(min(alpha + TOLERANCE, 1.0) * most)
+
+    def storage(self, alpha: float, spilled: Collection[int] = ()) -> StoragePlan:
+        """The plan for a fraction.
+
+        Args:
+            alpha: Fraction of the tokens, or of the layer calls, that is swapped.
+            spilled: Layer calls that go to the disk.
+        """
+        tokens, calls = self.costs.tokens, self.costs.calls
+        if self.whole_layers:
+            return plan_of_whole_layers(tokens, alpha, calls, spilled)
+        return plan_of_alpha(
+            tokens, alpha, calls, slice_tokens=self._slice_tokens, multiple=self._multiple, spilled=spilled
+        )
+
+    def memory(self, storage: StoragePlan) -> PlanMemory:
+        """Exact memory of a plan."""
+        return self._memory_of(storage) if self.streamed_bytes is None else self.streamed_bytes(storage).memory
+
+    def _at(self, alpha: float) -> tuple[StoragePlan, PlanMemory]:
+        """The plan for a fraction without the disk, and its memory."""
+        if alpha not in self._known:
+            storage = self.storage(alpha)
+            self._known[alpha] = storage, self.memory(storage)
+        return self._known[alpha]
+
+    def host_bytes(self, alpha: float) -> int:
+        """Bytes of all swapped activations."""
+        return self._at(alpha)[1].host
+
+    def mixed(self, alpha: float) -> bool:
+        """Whether some layer calls are swapped as a whole, and the others recomputed."""
+        return self.whole_layers and 0.0 < alpha < 1.0
+
+    def spilled_calls(self, alpha: float) -> int | None:
+        """Smallest number of layer calls that have to go to the disk; None if host and disk cannot hold them all."""
+        if self.host_bytes(alpha) <= self.budget.host_bytes:
+            return 0
+        if self.streamed_bytes is not None or self.mixed(alpha):
+            return None
+        return calls_to_spill(self.costs.swapped_calls, self._at(alpha)[1].slot, self.budget)
+
+    def fits(self, alpha: float) -> bool:
+        """Whether host and disk can hold the swapped activations."""
+        return self.spilled_calls(alpha) is not None
+
+    def keeps_up(self, alpha: float) -> bool:
+        """Whether no layer waits for the disk."""
+        spilled = self.spilled_calls(alpha)
+        return not spilled or disk_keeps_up(self.costs, self._at(alpha)[1].slot, spilled, alpha)
+
+    def device_bytes(self, alpha: float) -> int:
+        """`Plan.device_bytes` of the plan.
+
+        Grows with alpha, because buffers grow by more than recomputation shrinks, unless activations are compressed.
+        """
+        return self.costs.fixed_device_bytes + step_device_bytes(self.costs, *self._at(alpha))
+
+    def fits_device(self, alpha: float) -> bool:
+        """Whether the device budget holds the plan."""
+        return self.device_bytes(alpha) <= self.budget.device_bytes
+
+
+class HostMemoryError(ValueError):
+    """The host cannot hold the activations that have to be swapped."""
+
+    def __init__(self, alpha: float, needed_bytes: int, budget: Budget, remedy: str = "") -> None:
+        disk = f", plus {format_bytes(budget.spill_bytes)} of disk" if budget.spill_bytes else ""
+        super().__init__(
+            f"alpha={alpha:g} swaps {format_bytes(needed_bytes)} ({needed_bytes} bytes) to the host, but the budget is "
+            f"{format_bytes(budget.host_bytes)} ({budget.host_bytes} bytes) of host memory{disk}: "
+            + (remedy or (_MORE_DISK if disk else _MORE_HOST_MEMORY))
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlphaSolution:
+    """The largest fraction of the tokens that can be swapped, and the constraint that limits it."""
+
+    alpha: float
+    binding: Binding
+    hidden: bool
+    """Whether every layer's copy fits under its forward; False only at alpha 0."""
+
+
+def solve_alpha(costs: LayerCosts, budget: Budget) -> AlphaSolution:
+    """Maximize alpha in [0, 1] under the overlap and host memory constraints of MEMO, section 4.2.
+
+    For each swapped layer, `(S_input + S_attn + alpha * S_others) / B <= T_layer`; over all swapped layers,
+    `sum(S_input + S_attn + alpha * S_others) <= M_host`. The last layer calls, usually two, never leave the device, so
+    neither constraint includes them. B is the smaller of the two bandwidths, T_layer the forward time. With alpha as
+    the only variable, the linear program's optimum is the smallest of the constraints' upper bounds. If activations are
+    swapped compressed, S_others is their compressed size, T_layer grows with alpha by the time to compress them, and
+    alpha is 0 where recomputation takes less time than to compress and restore them.
+
+    Args:
+        costs: Bytes and seconds of each layer call.
+        budget: M_host is the sum of its host bytes and its disk bytes.
+
+    Raises:
+        HostMemoryError: The budget cannot hold the layer inputs and attention outputs (alpha = 0).
+    """
+    swapped = range(costs.swapped_calls)
+    least_bytes = sum(costs.swapped_bytes(call, 0.0) for call in swapped)
+    room_bytes = budget.host_bytes + budget.spill_bytes
+    if least_bytes > room_bytes:
+        raise HostMemoryError(0.0, least_bytes, budget)
+    bandwidth = min(costs.offload_bytes_per_second, costs.prefetch_bytes_per_second)
+    spare_bytes = [costs.forward_seconds[call] * bandwidth - costs.swapped_bytes(call, 0.0) for call in swapped]
+    if any(spare < 0 for spare in spare_bytes):
+        return AlphaSolution(alpha=0.0, binding="overlap", hidden=False)
+    if compression_outlasts_recomputation(costs):
+        return AlphaSolution(alpha=0.0, binding="compression", hidden=True)
+    # The forward that compresses more lasts longer, too.
+    longer_seconds = [costs.forward_seconds_at(call, 1.0) - costs.forward_seconds[call] for call in swapped]
+    exposed_bytes = [
+        max(costs.moved_other_bytes[call] - seconds * bandwidth, 0.0)
+        for call, seconds in zip(swapped, longer_seconds, strict=True)
+    ]
+    overlap = min(map(_upper_bound, spare_bytes, exposed_bytes), default=math.inf)
+    host = _upper_bound(room_bytes - least_bytes, sum(costs.moved_other_bytes[call] for call in swapped))
+    alpha = min(overlap, host)
+    if alpha >= 1.0 - TOLERANCE:
+        return AlphaSolution(alpha=1.0, binding="all tokens swapped", hidden=True)
+    return AlphaSolution(alpha=alpha, binding="host" if host < overlap else "overlap", hidden=True)
+
+
+def compression_outlasts_recomputation(costs: LayerCosts) -> bool:
+    """Return whether to compress and restore activations takes longer than to recompute them."""
+    if costs.compress_seconds is None or costs.restore_seconds is None:
+        return False
+    return sum(costs.compress_seconds) + sum(costs.restore_seconds) > sum(costs.recompute_seconds)
+
+
+def _upper_bound(room_bytes: float, other_bytes: float) -> float:
+    """Largest alpha with `alpha * other_bytes <= room_bytes`."""
+    return room_bytes / other_bytes if other_bytes else math.inf
+
 
 _STREAMED_PARTS: Final = 16  # fractions of the largest alpha that are compared
 
@@ -56,7 +300,7 @@ def plan_swap(
         whole_layers: Whether layers cannot be cut, so that alpha is a fraction of the layer calls.
         multiple: Slices begin at multiples of this many tokens.
         may_be_plain: Whether plain training may be chosen. It may not if it does not fit on another process.
-        host_backed: Tensors that live on the host, see `lightning_memo.artifacts.swap_plan.SwapPlan`.
+        host_backed: Tensors that live on the host, see `lightning_memo.artifacts.plan.SwapPlan`.
         streamed_bytes: Returns the exact bytes of a plan if `host_backed` is not "none".
 
     Raises:

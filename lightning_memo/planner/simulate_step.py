@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NoReturn
 
-from lightning_memo.artifacts.storage_plan import CallPlan, StorageBudget, StoragePlan, StoredRange
-from lightning_memo.artifacts.tensor_kind_costs import CallCosts, StorageCosts
+from lightning_memo.artifacts.costs import CallCosts, StorageCosts
+from lightning_memo.artifacts.plan import CallPlan, StorageBudget, StoragePlan, StoredRange
 
 Stream = Literal["compute", "offload", "prefetch", "spill"]
 Phase = Literal["forward", "backward"]

@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
-from lightning_memo.artifacts.layer_costs import LayerCosts
-from lightning_memo.artifacts.storage_plan import CallPlan
-from lightning_memo.artifacts.swap_plan import Schedule, SwapPlan
-from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT
+from lightning_memo.artifacts.costs import ALL, ATTENTION, INPUT, LayerCosts
+from lightning_memo.artifacts.plan import CallPlan, Schedule, SwapPlan
+from lightning_memo.artifacts.slot_layouts import SpillLayout
 from lightning_memo.planner.host_backed_sizes import SliceBytes
-from lightning_memo.planner.largest_alpha import disk_seconds
 
 _BUFFERS: Final = 2  # rounding buffers: one slice is computed while another one is copied
 _LAYERS: Final = 3  # the last of so many equal layers waits as all later ones do
@@ -90,6 +88,12 @@ def step_seconds(costs: LayerCosts, swap: SwapPlan) -> float:
         arriving = max(copied_bytes / costs.prefetch_bytes_per_second, reading if call in spilled else 0.0)
         backward_seconds += max(backward, arriving)
     return costs.outside_seconds + max(forward_seconds, len(spilled) * writing) + backward_seconds
+
+
+def disk_seconds(costs: LayerCosts, slot_bytes: int) -> tuple[float, float]:
+    """Seconds that the disk takes to write, and to read, the activations of one layer call."""
+    region_bytes = SpillLayout(slot_bytes).region_bytes
+    return region_bytes / costs.spill_write_bytes_per_second, region_bytes / costs.spill_read_bytes_per_second
 
 
 @dataclass(frozen=True, slots=True)

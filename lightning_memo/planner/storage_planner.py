@@ -1,23 +1,327 @@
-"""Makes a storage plan in whole tokens: solves the linear program, rounds its shares and checks the result."""
+"""Makes a storage plan in whole tokens: solves a linear program, rounds its shares and checks the result."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lightning_memo.artifacts.storage_plan import CallPlan, StorageBudget, StorageNeeds, StoragePlan, StoredRange
-from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT, PLACES, CallCosts, Place, StorageCosts
-from lightning_memo.planner.simulate_step import simulate
-from lightning_memo.planner.storage_program import (
-    SINGLE_ALPHA,
-    Shares,
-    StorageSolution,
-    required_kinds,
-    solve_storage,
+from lightning_memo.artifacts.costs import ALL, ATTENTION, INPUT, PLACES, CallCosts, Place, StorageCosts
+from lightning_memo.artifacts.plan import (
+    CallPlan,
+    Price,
+    Resource,
+    StorageBudget,
+    StorageNeeds,
+    StoragePlan,
+    StoredRange,
 )
+from lightning_memo.planner.linear_program import LinearProgram, Terms, add, scale
+from lightning_memo.planner.simulate_step import simulate
 from lightning_memo.utils.units import format_bytes
+
+Shares = Mapping[tuple[str, Place], float]
+"""Share of the tokens for which a kind of tensor is stored in a place."""
+
+SINGLE_ALPHA: Final = frozenset[tuple[str, Place]]({(INPUT, "swap"), (ATTENTION, "swap"), (ALL, "swap")})
+"""Choices of MEMO's plans with a single alpha, which is the share of "all"; attention outputs are required."""
+
+_Allowed = Callable[[str, Place], bool]
+
+# The time of recomputed attention grows with the square of its tokens. The program approximates it by tangents, and
+# adds more at the solution until the error is at most this share of the step.
+_TANGENTS: Final = 8
+_MOST_TANGENTS: Final = 20
+_CLOSE: Final = 1e-8
+_SHORTEST_UNIT: Final = 1e-6
+# Among equally fast plans: the fewest moved bytes, where the slower medium counts twice, then the fewest kept bytes.
+_BURDEN: Final[dict[Place, float]] = {"keep": 0.01, "swap": 1.0, "spill": 2.0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StorageSolution:
+    """An optimum of the linear program."""
+
+    shares: tuple[Shares, ...]
+    """Shares of each class of layer calls."""
+
+    required: tuple[str, ...]
+    """Kinds of tensors that are stored for all tokens."""
+
+    seconds: float
+    """Expected seconds of a step."""
+
+    prices: tuple[Price, ...]
+
+
+def required_kinds(may_drop_attention: bool) -> tuple[str, ...]:
+    """Kinds of tensors that must be stored for all tokens."""
+    return (INPUT,) if may_drop_attention else (INPUT, ATTENTION)
+
+
+def solve_storage(
+    costs: StorageCosts,
+    budget: StorageBudget,
+    *,
+    may_drop_attention: bool,
+    allowed: Collection[tuple[str, Place]] | None = None,
+) -> StorageSolution | None:
+    """Minimize the step time over the shares of the tokens for which each kind of tensor is stored, with HiGHS.
+
+    As in MEMO, section 4.2, the offload of a layer call overlaps the forward of the next call, and its prefetch the
+    next call's backward with its recomputation. Each such pair takes as long as the longer of the two, which is
+    exact for a schedule with two rounding buffers. The last two calls copy nothing, unless several micro-batches are
+    in flight. If all layers are equal, the objective is MEMO's time of a step, in which a call's copy overlaps its own
+    computation. Calls of one class have the same shares.
+
+    Args:
+        costs: Bytes and seconds of each class of layer calls.
+        budget: Capacities and the bandwidths of the disk.
+        may_drop_attention: Whether attention outputs may be recomputed.
+        allowed: The only pairs of kind and place that may be used; None for all.
+
+    Returns:
+        The optimum; among several, one that moves the fewest bytes. None if the budget cannot hold the required kinds.
+
+    Raises:
+        RuntimeError: HiGHS failed.
+    """
+    return _Model(costs, budget, required_kinds(may_drop_attention), allowed).solve()
+
+
+class _Class:
+    """Columns of one class of layer calls, and expressions of them."""
+
+    def __init__(self, program: LinearProgram, costs: StorageCosts, number: int, allowed: _Allowed) -> None:
+        self.costs = costs.classes[number]
+        self.calls, self.copies = costs.class_calls[number], costs.class_copies[number]
+        self._stored = {
+            (kind, place): program.column(0.0, 1.0 if allowed(kind, place) else 0.0)
+            for kind in self.costs.kinds
+            for place in PLACES
+        }
+        self.again = program.column(0.0, 1.0)  # share of the attention forward that is recomputed
+
+    def stored(self, kind: str, weight: float = 1.0) -> Terms:
+        """`weight` times the share of the tokens for which a kind is stored."""
+        return {self._stored[kind, place]: weight for place in PLACES}
+
+    def bytes(self, *places: Place) -> Terms:
+        """Bytes that a layer call stores in some places."""
+        return {
+            self._stored[kind, place]: float(size)
+            for place in places
+            for kind, size in zip(self.costs.kinds, self.costs.sizes_in(place), strict=True)
+        }
+
+    def moved(self, seconds: float) -> Terms:
+        """`seconds` times the share of the tokens all of whose tensors are moved."""
+        return {self._stored[ALL, place]: seconds for place in ("swap", "spill")} if seconds else {}
+
+    def recompute(self) -> tuple[float, Terms]:
+        """Seconds to recompute and restore tensors in the backward, as a constant and an expression."""
+        everything = self.costs.recompute_seconds
+        saved = [self.stored(product.name, -product.seconds) for product in self.costs.products]
+        again = {self.again: self.costs.attention_seconds}
+        restored = self.moved(self.costs.restore_seconds)
+        return everything, add([*saved, self.stored(ALL, -everything), again, restored])
+
+    def shares(self, program: LinearProgram) -> Shares:
+        return {key: min(max(program.values[column], 0.0), 1.0) for key, column in self._stored.items()}
+
+
+class _Model:
+    """The program of a step in seconds and bytes. Columns of time are scaled by the time of about one layer call."""
+
+    def __init__(
+        self,
+        costs: StorageCosts,
+        budget: StorageBudget,
+        required: tuple[str, ...],
+        allowed: Collection[tuple[str, Place]] | None,
+    ) -> None:
+        self._costs, self._budget, self._required = costs, budget, required
+        self._program = LinearProgram()
+        self._unit = max(
+            _SHORTEST_UNIT,
+            *(call.forward_seconds + call.backward_seconds + call.recompute_seconds for call in costs.classes),
+        )
+
+        def is_allowed(kind: str, place: Place) -> bool:
+            return (place != "spill" or budget.nvme is not None) and (allowed is None or (kind, place) in allowed)
+
+        numbers = range(len(costs.classes))
+        self._classes = [_Class(self._program, costs, number, is_allowed) for number in numbers]
+        self._capacities: dict[Resource, int] = {}
+        self._copies: dict[Resource, list[tuple[int, Terms]]] = {}
+        for part in self._classes:
+            self._add_places(part)
+        self._add_capacities()
+        self._constant = costs.outside_seconds
+        self._step = add(self._add_compute(self._classes[number]) for number in costs.unpaired)
+        for (copied, computed), count in costs.pairs.items():
+            times = self._add_pair(self._classes[copied], self._classes[computed])
+            self._step = add([self._step, scale(times, count)])
+
+    def solve(self) -> StorageSolution | None:
+        self._program.minimize(scale(self._step, 1 / self._unit))
+        if not self._solve_with_tangents():
+            return None
+        seconds, prices = self._seconds(), tuple(self._prices())
+        self._program.row(self._step, most=seconds - self._constant + self._negligible())
+        self._program.minimize(self._burden())
+        # Choosing among the optima can fail if coefficients differ by many orders of magnitude. The first one, which is
+        # as fast, is kept then.
+        with contextlib.suppress(RuntimeError):
+            self._program.solve()
+        shares = tuple(part.shares(self._program) for part in self._classes)
+        return StorageSolution(shares=shares, required=self._required, seconds=seconds, prices=prices)
+
+    def _add_places(self, part: _Class) -> None:
+        for kind in (INPUT, ATTENTION):
+            self._program.row(part.stored(kind), least=1.0 if kind in self._required else 0.0, most=1.0)
+        self._program.row(add([part.stored(ALL), part.stored(ATTENTION, -1.0)]), most=0.0)
+        for product in part.costs.products:
+            self._program.row(add([part.stored(ALL), part.stored(product.name)]), most=1.0)
+        for number in range(1, _TANGENTS + 1):
+            self._add_tangent(part, number / _TANGENTS)
+
+    def _add_tangent(self, part: _Class, dropped: float) -> None:
+        """`again >= share + slope * (1 - stored - dropped)`: the recomputed share is convex in the dropped share."""
+        tokens = self._costs.tokens
+        share = part.costs.attention_share(dropped * tokens, tokens)
+        slope = part.costs.attention_slope(dropped * tokens, tokens) * tokens
+        self._program.row(add([{part.again: 1.0}, part.stored(ATTENTION, slope)]), least=share + slope * (1 - dropped))
+
+    def _add_compute(self, part: _Class) -> Terms:
+        """Forward, backward and recomputation of a layer call; the constant part is added to that of the step."""
+        everything, recompute = part.recompute()
+        self._constant += part.costs.forward_seconds + part.costs.backward_seconds + everything
+        return add([recompute, part.moved(part.costs.compress_seconds)])
+
+    def _add_pair(self, copied: _Class, computed: _Class) -> Terms:
+        """Seconds of forward and backward in which one call computes while another call's bytes are copied."""
+        costs, nvme = self._costs, self._budget.nvme
+        forward, backward = (
+            {self._program.column(seconds / self._unit): self._unit}
+            for seconds in (computed.costs.forward_seconds, computed.costs.backward_seconds)
+        )
+        everything, recompute = computed.recompute()
+        compute = computed.costs.backward_seconds + everything
+        self._program.row(add([recompute, scale(backward, -1.0)]), most=-compute)
+        if compress := computed.moved(computed.costs.compress_seconds):
+            self._program.row(add([compress, scale(forward, -1.0)]), most=-computed.costs.forward_seconds)
+        moved, spilled = copied.bytes("swap", "spill"), copied.bytes("spill")
+        self._add_copy("offload bandwidth", moved, costs.offload_bytes_per_second, forward)
+        self._add_copy("prefetch bandwidth", moved, costs.prefetch_bytes_per_second, backward)
+        if nvme is not None:
+            self._add_copy("NVMe write bandwidth", spilled, nvme.write_bytes_per_second, forward)
+            self._add_copy("NVMe read bandwidth", spilled, nvme.read_bytes_per_second, backward)
+        return forward | backward
+
+    def _add_copy(self, resource: Resource, copied: Terms, rate: float, time: Terms) -> None:
+        seconds = scale(copied, 1 / rate)
+        row = self._program.row(add([seconds, scale(time, -1.0)]), most=0.0)
+        self._copies.setdefault(resource, []).append((row, seconds))
+
+    def _add_capacities(self) -> None:
+        costs, budget, program = self._costs, self._budget, self._program
+        # The column is the size of a rounding buffer.
+        slot = {program.column(0.0): float(max(sum(part.costs.sizes) for part in self._classes) or 1)}
+        for part in self._classes:
+            program.row(add([part.bytes("swap", "spill"), scale(slot, -1.0)]), most=0.0)
+        kept = add(scale(part.bytes("keep"), part.calls) for part in self._classes)
+        transient = self._add_recomputed()
+        least = costs.transient_device_bytes - costs.recomputed_device_bytes
+        room = budget.device_bytes - costs.fixed_device_bytes - least
+        self._add_capacity("device memory", add([kept, scale(slot, 2.0), transient]), room)
+        on_host = add(scale(part.bytes("swap"), part.copies) for part in self._classes)
+        if budget.nvme is not None:
+            spilled = add(scale(part.bytes("spill"), part.copies) for part in self._classes)
+            self._add_capacity("NVMe space", spilled, budget.nvme.capacity_bytes)
+            on_host = add([on_host, self._add_bounce_buffers(budget.nvme.bounce_share)])
+        self._add_capacity("host memory", on_host, budget.host_bytes)
+
+    def _add_recomputed(self) -> Terms:
+        """Bytes by which the tensors that a layer recomputes raise the peak of a step."""
+        if not self._costs.recomputed_device_bytes:
+            return {}
+        largest = max(part.costs.other_bytes for part in self._classes)
+        most = {self._program.column(0.0): float(largest or 1)}
+        for part in self._classes:
+            size = float(part.costs.other_bytes)
+            below = largest - self._costs.recomputed_device_bytes - size
+            self._program.row(add([part.stored(ALL, -size), scale(most, -1.0)]), most=below)
+        return most
+
+    def _add_bounce_buffers(self, share: float) -> Terms:
+        """Host bytes of the bounce buffers: a share of the largest amount that a layer call spills."""
+        most = {self._program.column(0.0): float(max(sum(part.costs.sizes) for part in self._classes) or 1)}
+        for part in self._classes:
+            if part.copies:
+                self._program.row(add([part.bytes("spill"), scale(most, -1.0)]), most=0.0)
+        return scale(most, share)
+
+    def _add_capacity(self, resource: Resource, held: Terms, limit: float) -> None:
+        # A limit above twice the largest possible amount changes nothing, and far larger numbers hurt the solver.
+        self._capacities[resource] = self._program.row(held, most=min(limit, 2 * sum(held.values())))
+
+    def _seconds(self) -> float:
+        return self._constant + self._program.value(self._step)
+
+    def _negligible(self) -> float:
+        return _CLOSE * (self._seconds() + self._unit)
+
+    def _burden(self) -> Terms:
+        largest = max(max(part.costs.sizes) for part in self._classes) or 1
+        parts = [scale(part.bytes(place), _BURDEN[place] / largest) for part in self._classes for place in PLACES]
+        return add(parts)
+
+    def _solve_with_tangents(self) -> bool:
+        for _ in range(_MOST_TANGENTS):
+            if not self._program.solve():
+                return False
+            far = [(part, dropped) for part in self._classes if (dropped := self._dropped_too_cheaply(part))]
+            for part, dropped in far:
+                self._add_tangent(part, dropped)
+            if not far:
+                break
+        return True
+
+    def _dropped_too_cheaply(self, part: _Class) -> float:
+        """Share of the tokens whose attention is dropped, if the tangents underestimate its time; else 0."""
+        tokens = self._costs.tokens
+        dropped = 1.0 - self._program.value(part.stored(ATTENTION))
+        missing = part.costs.attention_share(dropped * tokens, tokens) - self._program.values[part.again]
+        return dropped if missing * part.costs.attention_seconds * part.calls > self._negligible() else 0.0
+
+    def _prices(self) -> Iterator[Price]:
+        """The dual variables: seconds that a marginal amount of each resource saves."""
+        costs, nvme = self._costs, self._budget.nvme
+        limits: dict[Resource, float] = {
+            "device memory": self._budget.device_bytes,
+            "host memory": self._budget.host_bytes,
+            "offload bandwidth": costs.offload_bytes_per_second,
+            "prefetch bandwidth": costs.prefetch_bytes_per_second,
+        }
+        if nvme is not None:
+            limits["NVMe space"] = nvme.capacity_bytes
+            limits["NVMe write bandwidth"] = nvme.write_bytes_per_second
+            limits["NVMe read bandwidth"] = nvme.read_bytes_per_second
+        for resource, limit in limits.items():
+            gain = self._capacity_price(resource) if resource in self._capacities else self._rate_price(resource, limit)
+            yield Price(resource=resource, limit=limit, seconds=max(gain * self._unit, 0.0))
+
+    def _capacity_price(self, resource: Resource) -> float:
+        return -self._program.dual(self._capacities[resource])
+
+    def _rate_price(self, resource: Resource, rate: float) -> float:
+        # One more unit of bandwidth shortens a copy by 1 / rate of its time, which equals relaxing its row by as much.
+        rows = self._copies.get(resource, [])  # with two layer calls, nothing is copied
+        return sum(-self._program.dual(row) * self._program.value(seconds) for row, seconds in rows) / rate
+
 
 _FEWEST_TILES: Final = 16
 _SAME: Final = 1e-9

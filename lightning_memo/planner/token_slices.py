@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
+from lightning_memo.artifacts.costs import ALL, ATTENTION, INPUT, PLACES, Place
+from lightning_memo.artifacts.plan import CallPlan, PlanMemory, StoragePlan, StoredRange
 from lightning_memo.artifacts.slot_layouts import compressed_bytes
-from lightning_memo.artifacts.storage_plan import CallPlan, StoragePlan, StoredRange
-from lightning_memo.artifacts.swap_plan import PlanMemory
-from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT, PLACES, Place
 
 ALIGNMENT_BYTES: Final = 64  # a cache line, which is also enough for every vectorized kernel
 

@@ -18,17 +18,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
+from lightning_memo.artifacts.costs import Budget, CallCosts, LayerCosts, Product
 from lightning_memo.artifacts.plan import Fingerprint
 from lightning_memo.artifacts.slot_layouts import SpillLayout, compressed_bytes
-from lightning_memo.artifacts.tensor_kind_costs import CallCosts, Product
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine.copy_streams import make_copy_stream, use_device
 from lightning_memo.engine.layers.step_profile import CallProfile, StepProfile
 from lightning_memo.engine.memory.compressed_values import CompressedValues
 from lightning_memo.engine.memory.host_arena import HostArena
-from lightning_memo.engine.memory.spill import Spill
-from lightning_memo.engine.memory.spill_file import free_disk_bytes
+from lightning_memo.engine.memory.spill import Spill, free_disk_bytes
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.planner.choose_plan import usable_device_bytes
 from lightning_memo.profiler.memory_meter import WorkingSet

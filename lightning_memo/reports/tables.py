@@ -15,10 +15,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memo.artifacts.layer_costs import LayerCosts
-from lightning_memo.artifacts.plan import Plan
-from lightning_memo.artifacts.storage_plan import CallPlan, StoragePlan
-from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT, PLACES, CallCosts, Place, StorageCosts
+from lightning_memo.artifacts.costs import ALL, ATTENTION, INPUT, PLACES, CallCosts, LayerCosts, Place, StorageCosts
+from lightning_memo.artifacts.plan import CallPlan, Plan, StoragePlan
 from lightning_memo.planner.plan_storage_kinds import ResourceSensitivity, resource_sensitivities
 from lightning_memo.utils.units import format_bytes, format_seconds
 

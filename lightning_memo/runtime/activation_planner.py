@@ -16,7 +16,7 @@ from lightning_memo.artifacts.plan import Plan
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.engine.layers.step_profile import StepProfile
-from lightning_memo.engine.memory.spill_file import SpillError
+from lightning_memo.engine.memory.spill import SpillError
 from lightning_memo.parallel.ranks import Ranks, on_first_rank
 from lightning_memo.planner.choose_plan import Seconds, choose_plan
 from lightning_memo.planner.token_slices import slices_of

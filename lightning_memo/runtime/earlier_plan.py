@@ -6,11 +6,8 @@ from dataclasses import replace
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_memo.artifacts.layer_costs import Budget
-from lightning_memo.artifacts.plan import Plan
-from lightning_memo.artifacts.storage_plan import CallPlan, StoragePlan
-from lightning_memo.artifacts.swap_plan import PlanMemory, SwapPlan
-from lightning_memo.artifacts.tensor_kind_costs import ALL
+from lightning_memo.artifacts.costs import ALL, Budget
+from lightning_memo.artifacts.plan import CallPlan, Plan, PlanMemory, StoragePlan, SwapPlan
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.parallel.ranks import Ranks

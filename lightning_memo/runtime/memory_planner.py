@@ -1,13 +1,19 @@
-"""Records the requests of a step, plans an offset for each, and makes the allocator serve them there."""
+"""Records the requests of a step, plans an offset for each, and makes the allocator serve them there.
+
+One memory planner works at a time: PyTorch has one allocator in a process, and phases of two trainings would mix in it.
+"""
 
 from __future__ import annotations
 
 import gc
+import threading
+import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,10 +31,90 @@ from lightning_memo.planner.placement.step_placement import place_step, plan_mem
 from lightning_memo.reports.tables import MemoryUse
 from lightning_memo.runtime.activation_planner import ActivationPlanner
 from lightning_memo.runtime.allocator_report import memory_metrics, memory_use, placement_summary
-from lightning_memo.runtime.one_planner import begin_planning, end_planning, interrupt_planning
 from lightning_memo.runtime.request_recording import RecordedRequests, RequestRecording, StepMarks
 from lightning_memo.runtime.training_run import TrainingRun
-from lightning_memo.utils.background_job import in_background
+
+_Result = TypeVar("_Result")
+
+
+def in_background(work: Callable[[], _Result], name: str, finish_at_exit: bool = False) -> Future[_Result]:
+    """Run a function in a new thread.
+
+    Args:
+        work: The function.
+        name: Name of the thread.
+        finish_at_exit: Whether the process waits for the thread when it ends. HiGHS needs this: it aborts the process
+            if the interpreter is gone when the solver returns.
+
+    Returns:
+        A future of the function's result or exception.
+    """
+    future: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=not finish_at_exit).start()
+    return future
+
+
+_lock = threading.Lock()
+
+
+class Planner(Protocol):
+    """A memory planner."""
+
+    def yield_allocator(self) -> None:
+        """Leave the allocator to other planners, until the next step of its training."""
+
+
+class _Owner(NamedTuple):
+    """The planner that uses the allocator, and the thread of its training."""
+
+    planner: weakref.ref[Planner]
+    thread: threading.Thread
+
+
+_owner: _Owner | None = None
+
+
+def begin_planning(planner: Planner) -> None:
+    """Let a planner use the allocator of the process until `end_planning`.
+
+    Raises:
+        RuntimeError: Another one uses it.
+    """
+    global _owner
+    with _lock:
+        other = None if _owner is None else _owner.planner()
+        if other is not None and other is not planner:
+            raise RuntimeError("another training of this process, which has not ended, plans its memory")
+        _owner = _Owner(weakref.ref(planner), threading.current_thread())
+
+
+def end_planning(planner: Planner) -> None:
+    """Leave the allocator to other planners."""
+    global _owner
+    with _lock:
+        if _owner is not None and _owner.planner() is planner:
+            _owner = None
+
+
+def interrupt_planning() -> None:
+    """Let the planner of an earlier training of this thread, or of a thread that has ended, leave the allocator.
+
+    A training that has failed may never tell of its end: the Trainer of Hugging Face has no hook for it.
+    """
+    owner = _owner
+    planner = None if owner is None else owner.planner()
+    if owner is None or planner is None:
+        return
+    if owner.thread is threading.current_thread() or not owner.thread.is_alive():
+        planner.yield_allocator()
+
 
 _WATCHED_STEPS: Final = 10  # The first step of a plan is examined, and then each interval of so many steps.
 _MISSED_SHARE: Final = 0.01  # If the arena is too small for more requests than these, steps need more than was planned.

@@ -9,11 +9,8 @@ from typing import Final
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
-from lightning_memo.artifacts.plan import Fingerprint, Plan
-from lightning_memo.artifacts.storage_plan import StorageBudget, StoragePlan
-from lightning_memo.artifacts.swap_plan import PlanMemory, Schedule
-from lightning_memo.artifacts.tensor_kind_costs import StorageCosts
+from lightning_memo.artifacts.costs import Budget, LayerCosts, StorageCosts
+from lightning_memo.artifacts.plan import Fingerprint, Plan, PlanMemory, Schedule, StorageBudget, StoragePlan
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.engine.bootstrap_plan import host_backed_bytes

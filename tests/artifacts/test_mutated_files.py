@@ -20,9 +20,8 @@ from support.samples.plans import small_plan
 from support.samples.storage_problems import ALWAYS, MIB, planned
 
 from lightning_memo.artifacts.buffer_placement import PhasePlacement, StepPlacement
-from lightning_memo.artifacts.layer_costs import Budget
-from lightning_memo.artifacts.plan import Plan
-from lightning_memo.artifacts.storage_plan import StorageBudget
+from lightning_memo.artifacts.costs import Budget
+from lightning_memo.artifacts.plan import Plan, StorageBudget
 from lightning_memo.artifacts.trace import Trace
 from lightning_memo.planner.placement.csv_tables import COLUMNS, read_problem
 from lightning_memo.planner.placement.problem import MAX_BYTES

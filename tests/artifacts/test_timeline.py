@@ -12,7 +12,7 @@ from support.families import FAMILIES, make_batch
 from support.harness import EngineUnderTest, assert_equal
 from support.markers.slow import slow_if
 
-from lightning_memo.artifacts.swap_plan import HostBacked
+from lightning_memo.artifacts.plan import HostBacked
 from lightning_memo.artifacts.timeline import COMPUTE, RECOMPUTE, Span, Timeline
 from lightning_memo.engine import TestMode
 

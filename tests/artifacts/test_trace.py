@@ -8,7 +8,7 @@ from support.samples.plans import make, traces
 from lightning_memo.allocator import EVENT, FREE, MALLOC
 from lightning_memo.artifacts.trace import NEVER, Trace
 from lightning_memo.planner.placement.step_placement import problem_of
-from lightning_memo.profiler.step_trace import RecordedStep, StepPhases, trace_of
+from lightning_memo.runtime.request_recording import RecordedStep, StepPhases, trace_of
 
 STEP = make(phase=[0, 1, 1, 2], size=[100, 200, 300, 400], death=[2, 4, NEVER, 1])
 

@@ -177,7 +177,7 @@ class Hooks(torch.autograd.graph.saved_tensors_hooks):
 @pytest.mark.parametrize("lora", [{}, {"r": 4, "target_modules": "all-linear"}], ids=["full", "lora"])
 @pytest.mark.parametrize("method", ["alst", "alst_freed", "alst_reentrant"])
 def test_alst_trains_like_the_plain_model_and_leaves_nothing(monkeypatch, method, lora):
-    from lightning_memo.estimate.presets import load_preset
+    from lightning_memo.estimate.cluster import load_preset
     from lightning_memo.models import ModelConfig, build_model
 
     peers, tokens = load("peers"), 300
@@ -321,7 +321,7 @@ def test_the_longest_length_is_searched_by_what_was_found(tmp_path):
 def test_the_flops_of_products_are_those_that_are_counted(method, monkeypatch):
     """Attention is left out: PyTorch's counter takes it for not causal, and does not know the kernel for CPUs."""
     from lightning_memo.engine.modules.slice_comparison import SliceComparison
-    from lightning_memo.estimate.presets import load_preset
+    from lightning_memo.estimate.cluster import load_preset
     from lightning_memo.models import ModelConfig, build_model
 
     monkeypatch.setattr(SliceComparison, "due", lambda *_: False)  # is no part of most steps
@@ -356,7 +356,7 @@ def engine_at(model, batch, alpha):
 def test_frozen_weights_have_no_gradients(tmp_path):
     run_here(tmp_path, "full", "lora", methods=("plain",))
     found = {tuning: result for (tuning, _), result in results(tmp_path).items()}
-    shape = replace(load("lightning_memo.estimate.presets").load_model("llama_tiny"), layers=3)
+    shape = replace(load("lightning_memo.estimate.cluster").load_model("llama_tiny"), layers=3)
     share = found["lora"]["trained_parameters"] / found["lora"]["parameters"]
     assert found["full"]["trained_parameters"] == found["full"]["parameters"] == shape.parameters
     assert 0 < share < 0.2

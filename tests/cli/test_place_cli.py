@@ -16,9 +16,9 @@ from support.paths import ROOT
 from support.samples.messages import imported
 
 from lightning_memo import place as command
-from lightning_memo.planner.placement import Problem, heuristics
+from lightning_memo.planner.placement import Problem, mip
 from lightning_memo.planner.placement.placement_core import PythonCore
-from lightning_memo.planner.placement.time_sections import section
+from lightning_memo.planner.placement.problem import section
 from lightning_memo.utils import native_build as native
 
 HEADER = "id,lower,upper,size\n"
@@ -408,7 +408,7 @@ def cut_rectangle(seed, buffers, capacity=1000, times=60):
 def best_of_one_pass(rows):
     lower, upper, size = np.array(rows, np.int64).T.copy()
     problem = section(Problem(lower=lower, upper=upper, size=size))
-    placements = heuristics.placements(problem, PythonCore(problem))
+    placements = mip.placements(problem, PythonCore(problem))
     return min(int((offset + problem.size).max()) for _, offset in placements) * problem.unit_bytes
 
 

@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils.data import DataLoader
 
 from lightning_memo import MemoStrategy
-from lightning_memo.estimate.presets import load_preset
+from lightning_memo.estimate.cluster import load_preset
 from lightning_memo.loss.attach_loss import attach_chunked_loss
 from lightning_memo.models import CausalLM
 

@@ -31,7 +31,7 @@ from support.harness import (
 from support.markers.slow import slow_if
 from torch import Tensor, nn
 
-from lightning_memo.artifacts.tensor_kind_costs import Place
+from lightning_memo.artifacts.costs import Place
 from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.copy_streams import ThreadCopyStream
 from lightning_memo.engine.forward.autocast import autocast_inputs

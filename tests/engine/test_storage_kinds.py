@@ -29,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_memo.artifacts.tensor_kind_costs import Place
+from lightning_memo.artifacts.costs import Place
 from lightning_memo.engine import TestMode
 
 # As in the tests of every family: distance to fp64, in units of plain training's own.

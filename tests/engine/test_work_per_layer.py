@@ -13,7 +13,7 @@ import pytest
 from support.families import FAMILIES, make_batch
 from support.harness import EngineUnderTest
 
-from lightning_memo.artifacts.swap_plan import HostBacked
+from lightning_memo.artifacts.plan import HostBacked
 
 COUNTS = (4, 16, 28)  # of layers, equally far apart
 CHANCE = 64  # calls, most of them where a copy has not ended yet; one for each pair of layers would be 144

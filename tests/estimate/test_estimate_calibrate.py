@@ -11,13 +11,19 @@ import pytest
 from support.alpha_plans import memory_by
 from support.commands import errors, run
 
-from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
+from lightning_memo.artifacts.costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
 from lightning_memo.cli import calibration_runs
 from lightning_memo.estimate.calibrate import EFFICIENCIES, LayerMeasurement, StepMeasurement, calibrate, fit, main
-from lightning_memo.estimate.cluster import Constants, constants_of, read_constants
+from lightning_memo.estimate.cluster import (
+    Constants,
+    constants_of,
+    load_cluster,
+    load_model,
+    load_preset,
+    read_constants,
+)
 from lightning_memo.estimate.planner_inputs import estimated_layer_costs
-from lightning_memo.estimate.presets import load_cluster, load_model, load_preset
 from lightning_memo.estimate.request import EstimateRequest, Method, Parallelism
 from lightning_memo.planner import plan_swap
 

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_memo.estimate import EstimateRequest, constants_of, load_cluster, load_model, load_shape, search
 from lightning_memo.estimate import sweep as pictures
+from lightning_memo.estimate.cluster import cluster_of, load_preset
 from lightning_memo.estimate.command import main
-from lightning_memo.estimate.presets import cluster_of, load_preset
 from lightning_memo.estimate.sweep import JobEstimate
 from lightning_memo.shapes.hf_config import _FAMILIES, shape_of
 from lightning_memo.utils.units import read_length

@@ -14,12 +14,11 @@ from support.trainer_harness import LanguageModel, batches, make_trainer
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.estimate.cluster import constants_of
+from lightning_memo.estimate.cluster import constants_of, load_cluster, load_model
 from lightning_memo.estimate.parallelism_search import step_parts
 from lightning_memo.estimate.planner_inputs import recomputed_products, storable_tensors
-from lightning_memo.estimate.precision_bytes import Precision
-from lightning_memo.estimate.presets import load_cluster, load_model
 from lightning_memo.estimate.request import EstimateRequest, Parallelism
+from lightning_memo.estimate.saved_tensors import Precision
 from lightning_memo.estimate.slice_settings import Slices
 from lightning_memo.estimate.step_estimate import estimate
 from lightning_memo.estimate.step_times import layer_times

@@ -36,8 +36,7 @@ from lightning_memo.estimate.device_bytes import (
 )
 from lightning_memo.estimate.parallelism_search import step_parts
 from lightning_memo.estimate.planner_inputs import estimated_layer_costs, recomputed_products
-from lightning_memo.estimate.precision_bytes import Precision, bytes_of
-from lightning_memo.estimate.saved_tensors import saved_tensors
+from lightning_memo.estimate.saved_tensors import Precision, bytes_of, saved_tensors
 from lightning_memo.estimate.step_times import layer_times
 from lightning_memo.runtime import solve_plan
 from lightning_memo.shapes.hf_config import shape_of

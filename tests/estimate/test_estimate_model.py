@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memo.estimate.cluster import Constants, constants_of, read_constants
+from lightning_memo.estimate.cluster import Constants, constants_of, load_cluster, load_model, read_constants
 from lightning_memo.estimate.device_bytes import (
     device_parameters,
     device_state_bytes,
@@ -16,9 +16,8 @@ from lightning_memo.estimate.device_bytes import (
 )
 from lightning_memo.estimate.parallelism_search import step_parts
 from lightning_memo.estimate.planner_inputs import device_budget, estimated_layer_costs
-from lightning_memo.estimate.precision_bytes import Precision
-from lightning_memo.estimate.presets import load_cluster, load_model
 from lightning_memo.estimate.request import EstimateRequest, Parallelism
+from lightning_memo.estimate.saved_tensors import Precision
 from lightning_memo.estimate.step_estimate import estimate
 from lightning_memo.estimate.step_times import (
     data_parallel_seconds,

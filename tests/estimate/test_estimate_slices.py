@@ -26,7 +26,7 @@ from lightning_memo.estimate import (
     search,
 )
 from lightning_memo.estimate.planner_inputs import estimated_layer_costs
-from lightning_memo.estimate.precision_bytes import Precision, bytes_of
+from lightning_memo.estimate.saved_tensors import Precision, bytes_of
 from lightning_memo.estimate.step_times import tokens_read
 from lightning_memo.estimate.what_would_fit import suggest_slices
 from lightning_memo.kernels import AttentionSpec

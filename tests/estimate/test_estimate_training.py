@@ -17,16 +17,14 @@ from support.trainer_harness import batches, make_trainer
 from support.training_bytes import slot_bytes_by_alpha, step_bytes
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
+from lightning_memo.artifacts.costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
 from lightning_memo.cli.hydra_command import config_dir
-from lightning_memo.estimate.cluster import constants_of
+from lightning_memo.estimate.cluster import constants_of, load_cluster, load_model
 from lightning_memo.estimate.layer_buffers import Buffers
 from lightning_memo.estimate.planner_inputs import estimated_layer_costs
-from lightning_memo.estimate.precision_bytes import Precision, bytes_of
-from lightning_memo.estimate.presets import load_cluster, load_model
 from lightning_memo.estimate.request import EstimateRequest, Parallelism
-from lightning_memo.estimate.saved_tensors import layer_activations, saved_tensors
+from lightning_memo.estimate.saved_tensors import Precision, bytes_of, layer_activations, saved_tensors
 from lightning_memo.estimate.step_estimate import estimate
 from lightning_memo.models import CausalLM
 from lightning_memo.planner import plan_swap

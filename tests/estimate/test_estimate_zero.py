@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_memo.estimate.cluster import constants_of
-from lightning_memo.estimate.presets import load_cluster, load_model
+from lightning_memo.estimate.cluster import constants_of, load_cluster, load_model
 from lightning_memo.estimate.request import EstimateRequest, Parallelism
 from lightning_memo.estimate.step_estimate import estimate
 from lightning_memo.estimate.step_times import data_parallel_seconds, ring_bandwidth

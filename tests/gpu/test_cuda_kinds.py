@@ -9,9 +9,8 @@ import torch
 from support.samples.cuda import FARTHER, TOKENS, distance, gradients, make_batch, make_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_memo.artifacts.storage_plan import CallPlan, StoragePlan, StoredRange
-from lightning_memo.artifacts.swap_plan import SwapPlan
-from lightning_memo.artifacts.tensor_kind_costs import Place
+from lightning_memo.artifacts.costs import Place
+from lightning_memo.artifacts.plan import CallPlan, StoragePlan, StoredRange, SwapPlan
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.planner.token_slices import memory_of_plan

@@ -14,7 +14,7 @@ from support.commands import run as run_process
 from support.markers.slow import slow_if
 
 from lightning_memo.data.tokenizer import load_tokenizer
-from lightning_memo.estimate.presets import model_of
+from lightning_memo.estimate.cluster import model_of
 from lightning_memo.models import ModelConfig, build_model
 from lightning_memo.shapes.hf_config import MODEL_FILES, hub_folder
 

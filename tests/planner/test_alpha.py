@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from support.alpha_plans import memory_by
 from support.samples.plans import FINGERPRINT, GIB, costs_of
 
-from lightning_memo.artifacts.layer_costs import Budget
-from lightning_memo.artifacts.tensor_kind_costs import ALL
+from lightning_memo.artifacts.costs import ALL, Budget
 from lightning_memo.planner import HostMemoryError, plan_swap, solve_alpha
 
 AMPLE = 2**50

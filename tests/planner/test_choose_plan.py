@@ -8,9 +8,8 @@ import pytest
 from support.alpha_plans import alpha_swap, memory_by
 from support.samples.storage_problems import LABEL, LAYERS, MIB, planned
 
-from lightning_memo.artifacts.layer_costs import Budget
-from lightning_memo.artifacts.plan import Plan
-from lightning_memo.artifacts.storage_plan import StorageBudget
+from lightning_memo.artifacts.costs import Budget
+from lightning_memo.artifacts.plan import Plan, StorageBudget
 from lightning_memo.planner import HostMemoryError, plan_swap
 from lightning_memo.planner.choose_plan import choose_plan, plain_plan
 

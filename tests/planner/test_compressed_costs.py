@@ -11,11 +11,9 @@ from support.alpha_plans import memory_by
 from support.samples.plans import FINGERPRINT, GIB, costs_of
 from support.samples.storage_problems import COSTS, TOKENS
 
-from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
-from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.costs import ALL, Budget, LayerCosts, StorageCosts
+from lightning_memo.artifacts.plan import NvmeTier, Plan, StorageBudget
 from lightning_memo.artifacts.slot_layouts import compressed_bytes
-from lightning_memo.artifacts.storage_plan import NvmeTier, StorageBudget
-from lightning_memo.artifacts.tensor_kind_costs import ALL, StorageCosts
 from lightning_memo.planner import plan_swap, solve_alpha
 from lightning_memo.planner.simulate_step import simulate
 from lightning_memo.planner.storage_planner import plan_storage

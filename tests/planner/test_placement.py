@@ -12,17 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_memo.planner.placement import (
-    Finding,
-    Placement,
-    PlacementFault,
-    Problem,
-    heuristics,
-    mip,
-    place,
-    solve,
-    validate,
-)
+from lightning_memo.planner.placement import Finding, Placement, PlacementFault, Problem, mip, place, solve, validate
 from lightning_memo.planner.placement import placement_core as core
 from lightning_memo.planner.placement.placement_core import (
     NativeCore,
@@ -32,8 +22,7 @@ from lightning_memo.planner.placement.placement_core import (
     load_library,
     opened,
 )
-from lightning_memo.planner.placement.problem import MAX_BYTES
-from lightning_memo.planner.placement.time_sections import independent_groups, section
+from lightning_memo.planner.placement.problem import MAX_BYTES, independent_groups, section
 from lightning_memo.utils import native_build as native
 
 HORIZON = 8
@@ -337,26 +326,26 @@ def test_both_cores_place_alike(problem, seed):
 @given(problems(most=25, least=1, sizes=SOLID))
 def test_every_one_pass_placement_is_right(problem):
     sectioned = section(problem)
-    for name, offset in heuristics.placements(sectioned, PythonCore(sectioned)):
+    for name, offset in mip.placements(sectioned, PythonCore(sectioned)):
         assert not overlaps(problem, (offset * sectioned.unit_bytes).tolist()), name
         assert (offset >= 0).all()
 
 
 @settings(max_examples=50)
-@given(problems(most=12, least=1, sizes=SOLID), st.sampled_from(heuristics.ORDERS))
+@given(problems(most=12, least=1, sizes=SOLID), st.sampled_from(mip.ORDERS))
 def test_ranks_count_every_buffer_once(problem, order):
-    rank = heuristics.ranks(section(problem), order)
+    rank = mip.ranks(section(problem), order)
     assert sorted(rank.tolist()) == list(range(len(problem)))
-    assert heuristics.rank_of(heuristics.rank_of(rank)).tolist() == rank.tolist()
+    assert mip.rank_of(mip.rank_of(rank)).tolist() == rank.tolist()
 
 
 def test_the_letters_of_an_order_decide_in_turn():
     sectioned = section(problem_of([(0, 2, 4), (0, 1, 4), (4, 5, 8), (0, 3, 1)]))
-    assert heuristics.ranks(sectioned, "Z").tolist() == [1, 2, 0, 3]
-    assert heuristics.ranks(sectioned, "W").tolist() == [1, 3, 2, 0]
-    assert heuristics.ranks(sectioned, "A").tolist() == [1, 2, 0, 3]
-    assert heuristics.ranks(sectioned, "TZ").tolist() == [0, 1, 3, 2]
-    assert heuristics.ranks(sectioned, "TWA").tolist() == [1, 2, 3, 0]
+    assert mip.ranks(sectioned, "Z").tolist() == [1, 2, 0, 3]
+    assert mip.ranks(sectioned, "W").tolist() == [1, 3, 2, 0]
+    assert mip.ranks(sectioned, "A").tolist() == [1, 2, 0, 3]
+    assert mip.ranks(sectioned, "TZ").tolist() == [0, 1, 3, 2]
+    assert mip.ranks(sectioned, "TWA").tolist() == [1, 2, 3, 0]
 
 
 # ---- the search

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.samples.plans import FINGERPRINT, GIB, costs_of
 
-from lightning_memo.artifacts.layer_costs import Budget
-from lightning_memo.artifacts.swap_plan import PlanMemory
+from lightning_memo.artifacts.costs import Budget
+from lightning_memo.artifacts.plan import PlanMemory
 from lightning_memo.planner import plan_swap, solve_alpha
 from lightning_memo.planner.host_backed_sizes import SliceBytes, host_backed_sizes
-from lightning_memo.planner.largest_alpha import TOLERANCE
+from lightning_memo.planner.plan_swap import TOLERANCE
 from lightning_memo.planner.step_time import layer_seconds, streamed_step_seconds
 from lightning_memo.planner.token_slices import SavedBytes, slices_of
 

@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 from support.alpha_plans import alpha_swap, memory_by
 from support.samples.plans import FINGERPRINT, GIB, costs_of
 
-from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
-from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.costs import Budget, LayerCosts
+from lightning_memo.artifacts.plan import Plan, SwapPlan
 from lightning_memo.artifacts.slot_layouts import SpillLayout
-from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.planner import HostMemoryError, plan_swap
-from lightning_memo.planner.largest_alpha import disk_keeps_up
+from lightning_memo.planner.plan_swap import disk_keeps_up
 
 CALLS = 12
 FAST = 100.0 * GIB

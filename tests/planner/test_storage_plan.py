@@ -10,22 +10,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.alpha_plans import memory_by
 
-from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
-from lightning_memo.artifacts.plan import Fingerprint
-from lightning_memo.artifacts.storage_plan import (
+from lightning_memo.artifacts.costs import (
+    ALL,
+    ATTENTION,
+    INPUT,
+    PLACES,
+    Budget,
+    CallCosts,
+    LayerCosts,
+    Product,
+    StorageCosts,
+)
+from lightning_memo.artifacts.plan import (
     CallPlan,
+    Fingerprint,
     NvmeTier,
     StorageBudget,
     StorageNeeds,
     StoragePlan,
     StoredRange,
 )
-from lightning_memo.artifacts.tensor_kind_costs import ALL, ATTENTION, INPUT, PLACES, CallCosts, Product, StorageCosts
 from lightning_memo.planner import HostMemoryError, plan_swap
 from lightning_memo.planner.plan_storage_kinds import resource_sensitivities
 from lightning_memo.planner.simulate_step import ScheduleError, ScheduleFault, simulate
-from lightning_memo.planner.storage_planner import StorageError, needs_of, plan_storage
-from lightning_memo.planner.storage_program import SINGLE_ALPHA, solve_storage
+from lightning_memo.planner.storage_planner import SINGLE_ALPHA, StorageError, needs_of, plan_storage, solve_storage
 from lightning_memo.planner.token_slices import swapped_tokens
 
 GIB = 2**30

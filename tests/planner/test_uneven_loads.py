@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_memo.artifacts.tensor_kind_costs import CallCosts
+from lightning_memo.artifacts.costs import CallCosts
 from lightning_memo.planner.plan_storage_kinds import largest_loads, largest_saved
 from lightning_memo.planner.token_slices import SavedBytes
 

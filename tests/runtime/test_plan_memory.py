@@ -418,7 +418,7 @@ def test_a_process_that_ends_waits_for_the_solver(tmp_path):
     code = """
 import time, numpy
 from lightning_memo.planner.linear_program import SilentSolver
-from lightning_memo.utils.background_job import in_background
+from lightning_memo.runtime.memory_planner import in_background
 
 def solve():
     rng, highs = numpy.random.default_rng(0), SilentSolver()

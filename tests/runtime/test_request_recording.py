@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_memo.allocator import EVENT, FREE, MALLOC
-from lightning_memo.profiler.step_trace import RecordedStep
-from lightning_memo.runtime.request_recording import RequestRecording
+from lightning_memo.runtime.request_recording import RecordedStep, RequestRecording
 
 STEADY = [(64, 64)] * 3
 

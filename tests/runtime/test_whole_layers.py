@@ -17,7 +17,7 @@ from support.trainer_harness import LanguageModel, Mixing, batches, fit, plain
 from torch import Tensor, nn
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.tensor_kind_costs import ALL
+from lightning_memo.artifacts.costs import ALL
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 LAYERS = 7

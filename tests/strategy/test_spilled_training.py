@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.slot_layouts import SpillLayout
-from lightning_memo.engine.memory.spill_file import SpillError
+from lightning_memo.engine.memory.spill import SpillError
 from lightning_memo.utils.units import format_bytes
 
 

@@ -16,9 +16,8 @@ from support.samples.storage_problems import ALWAYS, CALL, COSTS, LABEL, LAYERS,
 from support.trainer_harness import LanguageModel, ResumableLoader, Sequences, fit, plain
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.layer_costs import Budget
-from lightning_memo.artifacts.plan import Plan
-from lightning_memo.artifacts.storage_plan import NvmeTier, StorageBudget
+from lightning_memo.artifacts.costs import Budget
+from lightning_memo.artifacts.plan import NvmeTier, Plan, StorageBudget
 from lightning_memo.config import MemoConfig
 from lightning_memo.planner.choose_plan import with_spare_device
 from lightning_memo.planner.plan_storage_kinds import common_problem, plan_kinds

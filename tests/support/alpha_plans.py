@@ -6,9 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from lightning_memo.artifacts.layer_costs import resident_calls
-from lightning_memo.artifacts.storage_plan import StoragePlan
-from lightning_memo.artifacts.swap_plan import PlanMemory, SwapPlan
+from lightning_memo.artifacts.costs import resident_calls
+from lightning_memo.artifacts.plan import PlanMemory, StoragePlan, SwapPlan
 from lightning_memo.planner.token_slices import (
     TokenRange,
     memory_of_slots,

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_memo.artifacts.plan import HostBacked, SwapPlan
 from lightning_memo.artifacts.slot_layouts import SwapPrecision
-from lightning_memo.artifacts.swap_plan import HostBacked, SwapPlan
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.bootstrap_plan import host_backed_bytes
 from lightning_memo.engine.layers.step_profile import StepProfile

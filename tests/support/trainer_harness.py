@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy, strategy
-from lightning_memo.runtime import activation_planner, announce_plan, model_checks, step_meter
+from lightning_memo.runtime import activation_planner, announce_plan, start_engine, step_meter
 from support.devices import ACCELERATOR
 from support.families import FAMILIES, VOCABULARY, PlainBlock, PlainModel
 
@@ -278,7 +278,7 @@ def listening() -> Iterator[list[str]]:
                 heard.append(record.getMessage())
 
     ear, loggers = Ear(), [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    sayers = (activation_planner, announce_plan, step_meter, model_checks, strategy)
+    sayers = (activation_planner, announce_plan, step_meter, start_engine, strategy)
     say = activation_planner.rank_zero_info
 
     def overheard(text: str) -> None:  # another test may have configured logging

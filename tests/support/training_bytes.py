@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_memo.estimate.precision_bytes import ElementBytes
-from lightning_memo.estimate.saved_tensors import layer_activations
+from lightning_memo.estimate.saved_tensors import ElementBytes, layer_activations
 from lightning_memo.estimate.slice_settings import saved_bytes
 from lightning_memo.estimate.step_buffers import HuggingFaceStep
 from lightning_memo.planner.token_slices import slot_bytes

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightning_memo.artifacts.costs import Place
 from lightning_memo.artifacts.slot_layouts import compressed_bytes
-from lightning_memo.artifacts.tensor_kind_costs import Place
 from lightning_memo.engine.layers.call_meter import CallMeter
 from lightning_memo.engine.memory.noted_tensors import NotedTensor
 from lightning_memo.engine.memory.saved_storages import Registry, flat, gapless_strides, is_dense

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_memo.artifacts.storage_plan import StoragePlan
+from lightning_memo.artifacts.plan import StoragePlan
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.modules.layer_classes import RequestedSettings
 from lightning_memo.engine.modules.layer_forward import read_call

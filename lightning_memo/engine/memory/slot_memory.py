@@ -23,8 +23,7 @@ from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.host_arena import DeviceArena, HostArena, HostBuffer
 from lightning_memo.engine.memory.saved_storages import POISON
 from lightning_memo.engine.memory.slot import Slot, SlotShare
-from lightning_memo.engine.memory.spill import Spill, SpillWrite
-from lightning_memo.engine.memory.spill_file import SpillError
+from lightning_memo.engine.memory.spill import Spill, SpillError, SpillWrite
 from lightning_memo.engine.timeline_recorder import TimelineRecorder
 
 PIECE_BYTES = 256 << 20

@@ -12,8 +12,8 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from lightning_memo.artifacts.plan import Attention, HostBacked, Schedule
 from lightning_memo.artifacts.slot_layouts import SwapPrecision
-from lightning_memo.artifacts.swap_plan import Attention, HostBacked, Schedule
 from lightning_memo.engine.copy_streams import TestMode
 from lightning_memo.engine.forward.collected_outputs import collecting_nothing
 from lightning_memo.engine.forward.layer_call import LayerCall
@@ -41,7 +41,7 @@ class RequestedSettings:
         schedule: "auto"; "layer" or "nest" to force the order of slices; "slice" to run the whole model on one slice
             after the other.
         slice_tokens: Longest slice; `None` if slices may have any length.
-        host_backed: What lives on the host: see :class:`~lightning_memo.artifacts.swap_plan.SwapPlan`. "auto" is
+        host_backed: What lives on the host: see :class:`~lightning_memo.artifacts.plan.SwapPlan`. "auto" is
             "attention" if `slice_tokens` is given and the layers can run slice after slice.
         storage: "kinds" if plans name a place for each kind of tensor, "alpha" if alpha alone decides, "auto" if the
             layers that a profiled step has seen do.

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_memo.artifacts.swap_plan import SwapPlan
+from lightning_memo.artifacts.plan import SwapPlan
 from lightning_memo.engine.forward.autocast import ambient_autocast
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.fp8_modules import why_scaled_together

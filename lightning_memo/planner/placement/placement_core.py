@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lightning_memo.planner.placement.time_sections import SectionedProblem
+from lightning_memo.planner.placement.problem import SectionedProblem
 from lightning_memo.utils import native_build as native
 from lightning_memo.utils.array_types import Integers
 

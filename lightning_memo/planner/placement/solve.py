@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from lightning_memo.planner.placement import heuristics, mip
+from lightning_memo.planner.placement import mip
 from lightning_memo.planner.placement.placement_core import (
     NativeCore,
     PythonCore,
@@ -20,8 +20,15 @@ from lightning_memo.planner.placement.placement_core import (
     available_library,
     opened,
 )
-from lightning_memo.planner.placement.problem import Placement, Problem, peak_bytes, validate
-from lightning_memo.planner.placement.time_sections import SectionedProblem, independent_groups, section
+from lightning_memo.planner.placement.problem import (
+    Placement,
+    Problem,
+    SectionedProblem,
+    independent_groups,
+    peak_bytes,
+    section,
+    validate,
+)
 from lightning_memo.utils.array_types import Integers
 
 MOST_SEARCHED: Final = 5000
@@ -168,7 +175,7 @@ class _Solver:
         """Try one-pass placements, at least one of them regardless of the time."""
         if group.peak_bytes <= bound_bytes:
             return
-        for name, offset in heuristics.placements(group.problem, group.core):
+        for name, offset in mip.placements(group.problem, group.core):
             group.improve(offset, name)
             if self._clock.elapsed > self._shown_seconds + _SECONDS_BETWEEN_REPORTS:
                 self._report("one-pass placements")
@@ -189,18 +196,18 @@ class _Solver:
                     return
 
     def _orders(self, group: _Group, nodes: int) -> Iterator[_Attempt]:
-        ranks = {order: heuristics.ranks(group.problem, order) for order in (*_SEARCH_ORDERS, *_RESTARTED_ORDERS)}
+        ranks = {order: mip.ranks(group.problem, order) for order in (*_SEARCH_ORDERS, *_RESTARTED_ORDERS)}
         for order in _SEARCH_ORDERS:
             yield _Attempt(ranks[order], nodes, np.zeros_like(group.offset))
         for order in _RESTARTED_ORDERS:
             weight = group.weight.setdefault(order, np.zeros_like(group.offset))
             for _ in range(_LEARNED_STEPS):
                 # Buffers that prevented earlier placements come first.
-                rank = heuristics.rank_of(np.lexsort((ranks[order], -weight)))
+                rank = mip.rank_of(np.lexsort((ranks[order], -weight)))
                 yield _Attempt(rank, nodes // _LEARNED_STEPS, weight)
             for budget in self._restarts(nodes):
                 noise = self._random.normal(0, _SHUFFLE * len(ranks[order]), len(ranks[order]))
-                rank = heuristics.rank_of(np.argsort(ranks[order] + noise))
+                rank = mip.rank_of(np.argsort(ranks[order] + noise))
                 yield _Attempt(rank, budget, np.zeros_like(group.offset))
 
     def _restarts(self, nodes: int) -> Iterator[int]:

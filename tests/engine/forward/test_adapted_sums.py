@@ -31,7 +31,7 @@ from support.samples.storage_kinds import BASE, TOKENS, ByKind, everything
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_memo.artifacts.tensor_kind_costs import Place
+from lightning_memo.artifacts.costs import Place
 from lightning_memo.engine.slices.recomputed_sums import SumMode
 
 # Distance to fp64 of a step in slices, in units of plain training's own: 0.8 to 1.3 is measured, and without sums 0.6

@@ -20,9 +20,8 @@ from lightning_memo.artifacts import slot_layouts as spill_layout
 from lightning_memo.artifacts.slot_layouts import BLOCK_BYTES, SpillLayout
 from lightning_memo.engine import TestMode
 from lightning_memo.engine.copy_streams import CopyEvent, ThreadCopyStream
-from lightning_memo.engine.memory import spill, spill_file
-from lightning_memo.engine.memory.spill import Spill
-from lightning_memo.engine.memory.spill_file import SpillError, SpillFile
+from lightning_memo.engine.memory import spill
+from lightning_memo.engine.memory.spill import Spill, SpillError, SpillFile
 
 CPU = torch.device("cpu")
 SLOT_BYTES = 5 * BLOCK_BYTES - 100  # five chunks, the last one not full
@@ -123,11 +122,11 @@ def test_a_missing_wait_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_without_direct_io_bytes_come_back_too_and_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, command: int, argument: int = 0) -> int:
-        if command == spill_file.fcntl.F_SETFL:
+        if command == spill.fcntl.F_SETFL:
             raise OSError(errno.EINVAL, "Invalid argument")
         return 0
 
-    monkeypatch.setattr(spill_file.fcntl, "fcntl", refuse)
+    monkeypatch.setattr(spill.fcntl, "fcntl", refuse)
     sizes = SpillLayout(SLOT_BYTES)
     with pytest.warns(UserWarning, match="without direct I/O"):
         tier = Spill(tmp_path, SLOTS * sizes.region_bytes, sizes, CPU)

@@ -19,10 +19,9 @@ from support.samples.storage_problems import ALWAYS, MIB, planned
 from support.trainer_harness import LanguageModel, Result, ResumableLoader, Sequences, fit, shorten_measurements
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.plan import NvmeTier, Plan, StorageBudget
 from lightning_memo.artifacts.slot_layouts import SpillLayout, whole_blocks
-from lightning_memo.artifacts.storage_plan import NvmeTier, StorageBudget
-from lightning_memo.engine.memory.spill_file import SpillError
+from lightning_memo.engine.memory.spill import SpillError
 from lightning_memo.planner.plan_storage_kinds import resource_sensitivities
 from lightning_memo.profiler import measured_costs as costs
 from lightning_memo.reports.tables import plan_tables

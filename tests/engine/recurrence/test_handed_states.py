@@ -16,7 +16,7 @@ from support.harness import Batch, EngineUnderTest, Step, gradients_of, loss_and
 from support.markers.slow import slow_if
 from torch import nn
 
-from lightning_memo.artifacts.tensor_kind_costs import Place
+from lightning_memo.artifacts.costs import Place
 from lightning_memo.engine.recurrence import handing
 from lightning_memo.planner.token_slices import KEPT, RECOMPUTED, SWAPPED, TokenRange
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightning_memo.estimate.cluster import constants_of
+from lightning_memo.estimate.cluster import constants_of, load_cluster, load_model
 from lightning_memo.estimate.planner_inputs import estimated_layer_costs
-from lightning_memo.estimate.presets import load_cluster, load_model
 from lightning_memo.estimate.request import EstimateRequest, Parallelism, check_request
 from lightning_memo.estimate.saved_tensors import layer_activations
 from lightning_memo.estimate.slice_settings import Slices

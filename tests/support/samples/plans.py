@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.buffer_placement import PhasePlacement, StepPlacement
-from lightning_memo.artifacts.layer_costs import Budget, LayerCosts
+from lightning_memo.artifacts.costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
 from lightning_memo.artifacts.trace import NEVER, Trace
 from lightning_memo.runtime import memory_planner as planning

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_memo.artifacts.layer_costs import LayerCosts
-from lightning_memo.artifacts.plan import Fingerprint, Plan
-from lightning_memo.artifacts.storage_plan import StorageBudget, StoragePlan
-from lightning_memo.artifacts.swap_plan import PlanMemory
-from lightning_memo.artifacts.tensor_kind_costs import CallCosts, Product, StorageCosts
+from lightning_memo.artifacts.costs import CallCosts, LayerCosts, Product, StorageCosts
+from lightning_memo.artifacts.plan import Fingerprint, Plan, PlanMemory, StorageBudget, StoragePlan
 from lightning_memo.planner.plan_storage_kinds import plan_kinds
 
 TOKENS = 4096
