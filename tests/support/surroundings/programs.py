@@ -285,6 +285,13 @@ def reuse_buffers(w: Writer) -> Written:
 
 # Plain training is no measure of values that are computed later, as autograd does not notice these writes.
 UNTRACKED = frozenset({"write ids through data", "write floats through data", "write weight through data"})
+# Nor does it notice writes to what the function of a checkpoint reads by a name, and reads again when it is recomputed.
+READ_BY_NAME = frozenset({"write ids", "write mask or positions", "reuse buffers"})
+
+
+def is_untracked(kinds: frozenset[str]) -> bool:
+    """Return whether a program has writes that plain training does not notice."""
+    return bool(kinds & UNTRACKED) or ("checkpointed model" in kinds and bool(kinds & READ_BY_NAME))
 
 
 # ---- views and reads

@@ -25,13 +25,15 @@ from transformers.modeling_outputs import CausalLMOutput
 import lightning_memo
 from lightning_memo import MemoLoop, MemoStrategy
 from support.families import PlainBlock
-from support.surroundings.programs import UNTRACKED, VOCABULARY, Program, Session, Step, draw
+from support.surroundings.programs import VOCABULARY, Program, Session, Step, draw, is_untracked
 from support.trainer_harness import batches, copy_threads, forwards, make_trainer
 
 HIDDEN = 16
 # Sums in another order, in fp32; in bf16 the roundings of single values.
 BOUND, HALF_BOUND = 1e-5, 5e-2
 SMALL = 1e-7  # what is left of sums that cancel
+# A stable computation errs as if its weights had been rounded otherwise, which is much where gradients cancel.
+NOISE, ROUNDINGS = 2.0**-22, 4.0
 _PACKAGE = Path(lightning_memo.__file__).parent
 
 
@@ -180,11 +182,14 @@ class Side:
     """A model and its optimizer, with the names that programs use.
 
     Attributes:
+        memo: Whether the model is trained with lightning_memo.
+        noise: Relative change of the weights, as by their rounding.
         kept: What the running program has kept, and gradients and weights, in order.
     """
 
     session: Session
     memo: bool = False
+    noise: float = 0.0
     backward: Callable[..., None] = Tensor.backward
     kept: list[tuple[str, Any]] = field(default_factory=list)
 
@@ -194,6 +199,10 @@ class Side:
             self.model, self.teacher, self.other = _build(self.session.model), _build(self.session.model), Blocks()
             self.value = nn.Linear(HIDDEN, 1)
             self.class_weights = torch.rand(VOCABULARY)
+            if self.noise:
+                with torch.no_grad():
+                    for p in self.model.parameters():
+                        p.mul_(1 + self.noise * torch.randn_like(p))
         self.teacher.requires_grad_(False)
         _freeze(self.model, self.session.frozen)
         self.initial = copy.deepcopy(self.model.state_dict())
@@ -383,7 +392,15 @@ class Verdict:
     exact: bool = False
 
 
-def _differ(mine: Tensor, plain: Tensor, bound: float) -> str:
+def _differ(mine: Tensor, plain: Tensor, bound: float, changed: Tensor | None = None) -> str:
+    """Return how a tensor differs from that of plain training; empty if it does not by more than roundings.
+
+    Args:
+        mine: The tensor.
+        plain: That of plain training.
+        bound: Relative error that is allowed.
+        changed: That of plain training with weights that were rounded otherwise, which it may be as far from.
+    """
     if mine.shape != plain.shape or mine.dtype != plain.dtype:
         return f"{list(mine.shape)} {mine.dtype}, plain {list(plain.shape)} {plain.dtype}"
     a, b = mine.detach().double().flatten(), plain.detach().double().flatten()
@@ -391,14 +408,18 @@ def _differ(mine: Tensor, plain: Tensor, bound: float) -> str:
         return f"{int((~a.isfinite()).sum())} values are not finite, plain {int((~b.isfinite()).sum())}"
     a, b = (t.nan_to_num(0.0, 0.0, 0.0) for t in (a, b))
     error, norm = float((a - b).norm()), float(b.norm())
-    if error <= bound * norm + SMALL * max(1, b.numel()) ** 0.5:
+    rounding = 0.0
+    if changed is not None and changed.shape == plain.shape:
+        rounding = ROUNDINGS * float((b - changed.detach().double().flatten().nan_to_num(0.0, 0.0, 0.0)).norm())
+    if error <= bound * norm + SMALL * max(1, b.numel()) ** 0.5 + rounding:
         return ""
     return f"relative error {error / max(norm, 1e-300):.1e} of norm {norm:.1e}"
 
 
-def _why_other(mine: Result, plain: Result, bound: float) -> str:
-    """Return the first difference of what both have kept."""
+def _why_other(mine: Result, plain: Result, bound: float, changed: Result | None = None) -> str:
+    """Return the first difference of what both have kept; see `_differ` for `changed`."""
     both = list(zip(mine.kept, plain.kept, strict=False))
+    noisy = [] if changed is None or len(changed.kept) != len(plain.kept) else changed.kept
     if mine.failure is not None or plain.failure is not None:  # what follows is cut off, and the end is another one
         both = both[: min(mine.during, plain.during)]
     elif len(mine.kept) != len(plain.kept):
@@ -406,15 +427,20 @@ def _why_other(mine: Result, plain: Result, bound: float) -> str:
     for number, ((kind, a), (kind_of_plain, b)) in enumerate(both):
         if kind != kind_of_plain:
             return f"{kind}, plain {kind_of_plain}"
+        e = noisy[number][1] if noisy and noisy[number][0] == kind else None
         if kind == "value":
-            why = _differ(a, b, bound)
+            why = _differ(a, b, bound, e)
         elif a.keys() != b.keys():
             why = f"without {sorted(b.keys() - a.keys())[:3]}, beyond {sorted(a.keys() - b.keys())[:3]}"
         else:
-            why = _differ(*(torch.cat([t[n].flatten() for n in sorted(b)] or [torch.zeros(0)]) for t in (a, b)), bound)
+            why = _differ(_joined(a), _joined(b), bound, None if e is None or e.keys() != b.keys() else _joined(e))
         if why:
             return f"{kind} {number}: {why}"
     return ""
+
+
+def _joined(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)] or [torch.zeros(0)])
 
 
 def _mutations_allowed(session: Session, program: Program) -> Result:
@@ -427,7 +453,7 @@ def _mutations_allowed(session: Session, program: Program) -> Result:
 
 
 def _verdict(session: Session, number: int, mine: Result, plain: Result) -> Verdict:
-    program, untracked = session.programs[number], bool(session.kinds[number] & UNTRACKED)
+    program, untracked = session.programs[number], is_untracked(session.kinds[number])
     text = "\n".join("\n".join(step) for step in program)
     bound = HALF_BOUND if "autocast" in text or "bfloat16" in text else BOUND
     if plain.failure is not None:
@@ -448,6 +474,9 @@ def _verdict(session: Session, number: int, mine: Result, plain: Result) -> Verd
             return Verdict("untracked" if untracked else "different", f"before a refusal: {why}")
         return Verdict("refused", mine.failure.text)
     why = _why_other(mine, plain, bound)
+    if why and bound == BOUND:
+        noisy = _run(Side(session, noise=NOISE), program)
+        why = _why_other(mine, plain, bound, noisy if noisy.failure is None else None)
     if why and untracked:
         return Verdict("untracked", why)
     return Verdict("different", why) if why else Verdict("equal")
