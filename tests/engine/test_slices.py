@@ -40,8 +40,7 @@ from lightning_memo.engine.forward.intercept import LayerMode, current_handler, 
 from lightning_memo.engine.memory import slot_memory
 from lightning_memo.engine.memory.host_arena import HostArena
 from lightning_memo.engine.memory.saved_storages import Registry, gapless_strides, is_dense
-from lightning_memo.engine.memory.slot import Slot, SlotShare
-from lightning_memo.engine.memory.slot_memory import SlotMemory
+from lightning_memo.engine.memory.slot_memory import Slot, SlotMemory, SlotShare
 from lightning_memo.engine.saved_tensors.call_arguments import NonActivations
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.planner.token_slices import (

@@ -11,7 +11,7 @@ from support.kernels.attention_reference import Attended, Inputs, attend
 
 from lightning_memo.engine.copy_streams import CudaCopyStream
 from lightning_memo.engine.memory.host_arena import HostArena
-from lightning_memo.engine.memory.slot import Slot, SlotShare
+from lightning_memo.engine.memory.slot_memory import Slot, SlotShare
 from lightning_memo.kernels import AttentionSpec, select_backend
 
 GIB = 2**30

@@ -13,8 +13,7 @@ from lightning_memo.artifacts.slot_layouts import compressed_bytes
 from lightning_memo.engine.layers.call_meter import CallMeter
 from lightning_memo.engine.memory.noted_tensors import NotedTensor
 from lightning_memo.engine.memory.saved_storages import Registry, flat, gapless_strides, is_dense
-from lightning_memo.engine.memory.slot import SlotView
-from lightning_memo.engine.memory.slot_memory import SlotMemory
+from lightning_memo.engine.memory.slot_memory import SlotMemory, SlotView
 from lightning_memo.engine.saved_tensors.call_arguments import CallArguments
 from lightning_memo.engine.saved_tensors.compression import Compression, SavingFunction
 from lightning_memo.engine.saved_tensors.offload_group import Handle, OffloadGroup, OffloadGroups

@@ -15,8 +15,7 @@ from torch import Tensor
 from lightning_memo.engine.memory.block_reader import HostRange
 from lightning_memo.engine.memory.noted_tensors import NotedTensor
 from lightning_memo.engine.memory.saved_storages import Registry, flat
-from lightning_memo.engine.memory.slot import Slot, SlotView
-from lightning_memo.engine.memory.slot_memory import SlotMemory
+from lightning_memo.engine.memory.slot_memory import Slot, SlotMemory, SlotView
 from lightning_memo.engine.saved_tensors.parked_arguments import ParkedView
 from lightning_memo.engine.saved_tensors.weight_copies import WeightCopy
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import WrappedHandle

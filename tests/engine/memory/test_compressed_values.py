@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_memo.artifacts.slot_layouts import BLOCK, compressed_bytes
 from lightning_memo.engine.memory import compressed_values
 from lightning_memo.engine.memory.compressed_values import CompressedValues
-from lightning_memo.engine.memory.slot import Slot, SlotShare
+from lightning_memo.engine.memory.slot_memory import Slot, SlotShare
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Spacing of the smallest numbers of a type, by half of which a result may be rounded.

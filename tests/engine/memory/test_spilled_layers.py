@@ -18,8 +18,7 @@ from support.samples.spilled import SWAPPED_CALLS, Counted, build
 
 from lightning_memo.artifacts import slot_layouts as spill_layout
 from lightning_memo.artifacts.slot_layouts import BLOCK_BYTES
-from lightning_memo.engine.memory.slot import Slot
-from lightning_memo.engine.memory.slot_memory import SlotMemory
+from lightning_memo.engine.memory.slot_memory import Slot, SlotMemory
 from lightning_memo.engine.memory.spill import SpillError
 
 BATCH = make_batch(2, 48)
