@@ -186,10 +186,12 @@ class Budget:
         check_range(self, {})
 
 
-Place = Literal["keep", "swap", "spill"]
+Place = Literal["device", "host", "disk"]
 """Where a tensor is stored: on the device, in host memory, or on NVMe."""
 
-PLACES: Final[tuple[Place, ...]] = ("keep", "swap", "spill")
+PLACES: Final[tuple[Place, ...]] = ("device", "host", "disk")
+MOVED: Final[tuple[Place, ...]] = ("host", "disk")
+"""The places for which tensors leave the device, through a rounding buffer."""
 INPUT: Final = "input"
 ATTENTION: Final = "attention"
 ALL: Final = "all"
@@ -272,7 +274,7 @@ class CallCosts:
     def sizes_in(self, place: Place) -> tuple[int, ...]:
         """Bytes of each kind of tensor in a place, in the order of `kinds`."""
         moved = self.swapped_other_bytes
-        if place == "keep" or moved is None:
+        if place == "device" or moved is None:
             return self.sizes
         return tuple(moved if kind == ALL else size for kind, size in zip(self.kinds, self.sizes, strict=True))
 

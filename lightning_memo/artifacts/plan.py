@@ -15,6 +15,7 @@ from lightning_memo.artifacts.costs import (
     ALL,
     ATTENTION,
     INPUT,
+    MOVED,
     PLACES,
     Budget,
     LayerCosts,
@@ -228,7 +229,7 @@ class StoragePlan:
     @cached_property
     def keeps_all(self) -> bool:
         """Whether all tensors stay on the device, as in plain training."""
-        return all(call.tokens(ALL, "keep") == self.tokens for call in self.calls)
+        return all(call.tokens(ALL, "device") == self.tokens for call in self.calls)
 
     @cached_property
     def stores_attention(self) -> bool:
@@ -239,8 +240,8 @@ class StoragePlan:
     def has_one_alpha(self) -> bool:
         """Whether it swaps inputs, attention outputs and all tensors of the first tokens, and nothing else."""
         return all(
-            call.tokens(INPUT, "swap", "spill") == call.tokens(ATTENTION, "swap", "spill") == self.tokens
-            and all(r.place != "keep" and (r.kind != ALL or r.start == 0) for r in call.ranges)
+            call.tokens(INPUT, *MOVED) == call.tokens(ATTENTION, *MOVED) == self.tokens
+            and all(r.place != "device" and (r.kind != ALL or r.start == 0) for r in call.ranges)
             and {r.kind for r in call.ranges} <= _ALPHA_KINDS
             for call in self.calls
         )
@@ -342,7 +343,7 @@ class SwapPlan:
     @property
     def alpha(self) -> float:
         """Fraction of the tokens of all layer calls whose tensors are all swapped."""
-        return self.storage.share(ALL, "swap", "spill")
+        return self.storage.share(ALL, *MOVED)
 
     @property
     def recomputed(self) -> float:

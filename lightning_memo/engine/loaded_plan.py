@@ -108,7 +108,7 @@ def planned_slices(
         return slices
     places = slices[0].places if len({part.places for part in slices}) == 1 else RECOMPUTED
     one = TokenRange(0, tokens, places)
-    return (one.spilled if slices[0].place(INPUT) == "spill" else one,)
+    return (one.spilled if slices[0].place(INPUT) == "disk" else one,)
 
 
 class PlanLimits:

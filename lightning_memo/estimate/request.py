@@ -23,8 +23,8 @@ _COUNTS = ("tp", "cp", "dp", "pp", "expert_parallel_size", "virtual_pipeline_siz
 Status = Literal["ok", "oom", "oohm"]
 """Whether training fits ("ok"), the device is out of memory ("oom"), or the host is out of memory ("oohm")."""
 Storage = dict[str, dict[str, float]]
-"""Shares of the tokens for which each kind of tensor is kept on the device ("keep"), swapped to the host ("swap"),
-spilled to a disk ("spill") and recomputed ("recompute"). Kinds are "input", "attention", the outputs of matrix products
+"""Shares of the tokens for which each kind of tensor is kept on the device ("device"), swapped to the host ("host"),
+spilled to a disk ("disk") and recomputed ("recompute"). Kinds are "input", "attention", the outputs of matrix products
 by the names of their modules, and "all" for all other tensors."""
 ZeroCommunication = Literal["none", "int8", "int4"]
 Method = Literal["memo", "full_recompute", "full_swap", "plain"]

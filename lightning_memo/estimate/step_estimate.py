@@ -56,7 +56,7 @@ from lightning_memo.planner.token_slices import plan_of_alpha
 from lightning_memo.utils.units import format_bytes
 
 _KINDS = {INPUT: "layer inputs", ATTENTION: "attention outputs", ALL: "all other tensors"}
-_PLACES = {"keep": "kept on the device", "swap": "swapped", "spill": "on the disk", "recompute": "recomputed"}
+_PLACES = {"device": "kept on the device", "host": "swapped", "disk": "on the disk", "recompute": "recomputed"}
 _LEAST = 0.0005
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from lightning_memo.artifacts.costs import ALL, Budget, LayerCosts
+from lightning_memo.artifacts.costs import ALL, MOVED, Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan, PlanMemory, StorageBudget, StoragePlan
 from lightning_memo.config import MemoConfig
 from lightning_memo.estimate.device_bytes import gathered_bytes, logits_bytes
@@ -218,7 +218,7 @@ def _restored_bytes(request: EstimateRequest, parallel: Parallelism, plan: Plan)
     if request.swap_precision == "exact" or plan.swap.plain:
         return 0
     slices = itertools.chain.from_iterable(_slices(plan, call) for call in range(plan.swap.calls))
-    swapped = (part.tokens for part in slices if part.place(ALL) in ("swap", "spill"))
+    swapped = (part.tokens for part in slices if part.place(ALL) in MOVED)
     return max(swapped, default=0) * restored_bytes_per_token(request, parallel)
 
 
@@ -274,7 +274,7 @@ def _kept_by_call(plan: Plan) -> list[float]:
     if plan.storage_costs is not None:
         classes = zip(plan.storage_costs.classes, storage.calls, strict=True)
         of_class = [
-            sum(size * stored.tokens(kind, "keep") for kind, size in zip(call.kinds, call.sizes, strict=True))
+            sum(size * stored.tokens(kind, "device") for kind, size in zip(call.kinds, call.sizes, strict=True))
             for call, stored in classes
         ]
         kept = [of_class[number] for number in storage.call_classes]
@@ -288,7 +288,7 @@ def _planned_slices(run: EstimateRequest, plan: Plan, call: int) -> Iterator[Pla
         yield PlannedSlice(tokens=tokens, kept=all_but_input(run))
         return
     for part in _slices(plan, call):
-        kept = saved_names(run, "other") if part.place(ALL) == "keep" else frozenset()
+        kept = saved_names(run, "other") if part.place(ALL) == "device" else frozenset()
         yield PlannedSlice(tokens=part.tokens, made=frozenset(_recomputed(run, part)), kept=kept)
 
 

@@ -90,10 +90,6 @@ class Feasibility:
         multiple: Slices begin at multiples of this many tokens.
 
     Attributes:
-        costs: See above.
-        budget: See above.
-        streamed_bytes: See above.
-        whole_layers: See above.
         parts: Number of steps from alpha 0 to alpha 1: of layer calls, or of the tiles of tokens that slices begin at.
     """
 

@@ -124,12 +124,12 @@ class _Work:
 def _work(call: CallCosts, plan: CallPlan, costs: StorageCosts, budget: StorageBudget) -> _Work:
     by_kind = _by_kind(call, plan, costs.tokens)
     _check_kinds(by_kind, costs.tokens)
-    held = {"keep": 0, "swap": 0, "spill": 0}
+    held = {"device": 0, "host": 0, "disk": 0}
     for r in plan.ranges:
         size = dict(zip(call.kinds, call.sizes_in(r.place), strict=True))[r.kind]
         held[r.place] += -(-size * (r.stop - r.start) // costs.tokens)
-    moved = sum(r.stop - r.start for r in plan.ranges if r.kind == "all" and r.place != "keep")
-    if held["spill"] and budget.nvme is None:
+    moved = sum(r.stop - r.start for r in plan.ranges if r.kind == "all" and r.place != "device")
+    if held["disk"] and budget.nvme is None:
         _refuse(ScheduleFault.SPILL, f"{held['spill']} bytes")
     recomputed = sum(stop - start for start, stop in _gaps(by_kind["all"], costs.tokens))
     return _Work(
@@ -137,9 +137,9 @@ def _work(call: CallCosts, plan: CallPlan, costs: StorageCosts, budget: StorageB
         backward_seconds=call.backward_seconds
         + call.restore_seconds * moved / costs.tokens
         + _recompute_seconds(call, by_kind, costs.tokens),
-        kept_bytes=held["keep"],
-        swapped_bytes=held["swap"],
-        spilled_bytes=held["spill"],
+        kept_bytes=held["device"],
+        swapped_bytes=held["host"],
+        spilled_bytes=held["disk"],
         recomputed_bytes=-(-call.other_bytes * recomputed // costs.tokens),
     )
 

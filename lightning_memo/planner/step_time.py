@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
-from lightning_memo.artifacts.costs import ALL, ATTENTION, INPUT, LayerCosts
+from lightning_memo.artifacts.costs import ALL, ATTENTION, INPUT, MOVED, LayerCosts
 from lightning_memo.artifacts.plan import CallPlan, Schedule, SwapPlan
 from lightning_memo.artifacts.slot_layouts import SpillLayout
 from lightning_memo.planner.host_backed_sizes import SliceBytes
@@ -114,7 +114,7 @@ class _Shares:
 
 
 def _shares(call: CallPlan, tokens: int) -> _Shares:
-    inputs, attention, moved = (call.tokens(kind, "swap", "spill") / tokens for kind in (INPUT, ATTENTION, ALL))
+    inputs, attention, moved = (call.tokens(kind, *MOVED) / tokens for kind in (INPUT, ATTENTION, ALL))
     return _Shares(inputs, attention, moved, 1.0 - call.tokens(ALL) / tokens)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lightning_memo.artifacts.costs import ALL, ATTENTION, INPUT, PLACES, CallCosts, Place, StorageCosts
+from lightning_memo.artifacts.costs import ALL, ATTENTION, INPUT, MOVED, PLACES, CallCosts, Place, StorageCosts
 from lightning_memo.artifacts.plan import (
     CallPlan,
     Price,
@@ -25,7 +25,7 @@ from lightning_memo.utils.units import format_bytes
 Shares = Mapping[tuple[str, Place], float]
 """Share of the tokens for which a kind of tensor is stored in a place."""
 
-SINGLE_ALPHA: Final = frozenset[tuple[str, Place]]({(INPUT, "swap"), (ATTENTION, "swap"), (ALL, "swap")})
+SINGLE_ALPHA: Final = frozenset[tuple[str, Place]]({(INPUT, "host"), (ATTENTION, "host"), (ALL, "host")})
 """Choices of MEMO's plans with a single alpha, which is the share of "all"; attention outputs are required."""
 
 _Allowed = Callable[[str, Place], bool]
@@ -37,7 +37,7 @@ _MOST_TANGENTS: Final = 20
 _CLOSE: Final = 1e-8
 _SHORTEST_UNIT: Final = 1e-6
 # Among equally fast plans: the fewest moved bytes, where the slower medium counts twice, then the fewest kept bytes.
-_BURDEN: Final[dict[Place, float]] = {"keep": 0.01, "swap": 1.0, "spill": 2.0}
+_BURDEN: Final[dict[Place, float]] = {"device": 0.01, "host": 1.0, "disk": 2.0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +118,7 @@ class _Class:
 
     def moved(self, seconds: float) -> Terms:
         """`seconds` times the share of the tokens all of whose tensors are moved."""
-        return {self._stored[ALL, place]: seconds for place in ("swap", "spill")} if seconds else {}
+        return {self._stored[ALL, place]: seconds for place in MOVED} if seconds else {}
 
     def recompute(self) -> tuple[float, Terms]:
         """Seconds to recompute and restore tensors in the backward, as a constant and an expression."""
@@ -150,7 +150,7 @@ class _Model:
         )
 
         def is_allowed(kind: str, place: Place) -> bool:
-            return (place != "spill" or budget.nvme is not None) and (allowed is None or (kind, place) in allowed)
+            return (place != "disk" or budget.nvme is not None) and (allowed is None or (kind, place) in allowed)
 
         numbers = range(len(costs.classes))
         self._classes = [_Class(self._program, costs, number, is_allowed) for number in numbers]
@@ -213,7 +213,7 @@ class _Model:
         self._program.row(add([recompute, scale(backward, -1.0)]), most=-compute)
         if compress := computed.moved(computed.costs.compress_seconds):
             self._program.row(add([compress, scale(forward, -1.0)]), most=-computed.costs.forward_seconds)
-        moved, spilled = copied.bytes("swap", "spill"), copied.bytes("spill")
+        moved, spilled = copied.bytes(*MOVED), copied.bytes("disk")
         self._add_copy("offload bandwidth", moved, costs.offload_bytes_per_second, forward)
         self._add_copy("prefetch bandwidth", moved, costs.prefetch_bytes_per_second, backward)
         if nvme is not None:
@@ -231,15 +231,15 @@ class _Model:
         # The column is the size of a rounding buffer.
         slot = {program.column(0.0): float(max(sum(part.costs.sizes) for part in self._classes) or 1)}
         for part in self._classes:
-            program.row(add([part.bytes("swap", "spill"), scale(slot, -1.0)]), most=0.0)
-        kept = add(scale(part.bytes("keep"), part.calls) for part in self._classes)
+            program.row(add([part.bytes(*MOVED), scale(slot, -1.0)]), most=0.0)
+        kept = add(scale(part.bytes("device"), part.calls) for part in self._classes)
         transient = self._add_recomputed()
         least = costs.transient_device_bytes - costs.recomputed_device_bytes
         room = budget.device_bytes - costs.fixed_device_bytes - least
         self._add_capacity("device memory", add([kept, scale(slot, 2.0), transient]), room)
-        on_host = add(scale(part.bytes("swap"), part.copies) for part in self._classes)
+        on_host = add(scale(part.bytes("host"), part.copies) for part in self._classes)
         if budget.nvme is not None:
-            spilled = add(scale(part.bytes("spill"), part.copies) for part in self._classes)
+            spilled = add(scale(part.bytes("disk"), part.copies) for part in self._classes)
             self._add_capacity("NVMe space", spilled, budget.nvme.capacity_bytes)
             on_host = add([on_host, self._add_bounce_buffers(budget.nvme.bounce_share)])
         self._add_capacity("host memory", on_host, budget.host_bytes)
@@ -261,7 +261,7 @@ class _Model:
         most = {self._program.column(0.0): float(max(sum(part.costs.sizes) for part in self._classes) or 1)}
         for part in self._classes:
             if part.copies:
-                self._program.row(add([part.bytes("spill"), scale(most, -1.0)]), most=0.0)
+                self._program.row(add([part.bytes("disk"), scale(most, -1.0)]), most=0.0)
         return scale(most, share)
 
     def _add_capacity(self, resource: Resource, held: Terms, limit: float) -> None:
@@ -593,7 +593,7 @@ def _step_seconds(costs: StorageCosts, budget: StorageBudget, calls: Sequence[Ca
     parts = list(zip(costs.classes, calls, strict=True))
 
     def moved(plan: CallPlan) -> float:
-        return plan.tokens(ALL, "swap", "spill") / costs.tokens
+        return plan.tokens(ALL, *MOVED) / costs.tokens
 
     compute = [
         (
@@ -626,7 +626,7 @@ def recompute_seconds(call: CallCosts, plan: CallPlan, tokens: int) -> float:
 
 
 def _copy_seconds(costs: StorageCosts, budget: StorageBudget, call: CallCosts, plan: CallPlan) -> tuple[float, float]:
-    moved, spilled = (_bytes(call, plan, costs.tokens, *places) for places in (("swap", "spill"), ("spill",)))
+    moved, spilled = (_bytes(call, plan, costs.tokens, *places) for places in (MOVED, ("disk",)))
     out, back = moved / costs.offload_bytes_per_second, moved / costs.prefetch_bytes_per_second
     if budget.nvme is None:
         return out, back

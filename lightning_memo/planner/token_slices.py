@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
-from lightning_memo.artifacts.costs import ALL, ATTENTION, INPUT, PLACES, Place
+from lightning_memo.artifacts.costs import ALL, ATTENTION, INPUT, MOVED, PLACES, Place
 from lightning_memo.artifacts.plan import CallPlan, PlanMemory, StoragePlan, StoredRange
 from lightning_memo.artifacts.slot_layouts import compressed_bytes
 
@@ -19,21 +19,21 @@ ALIGNMENT_BYTES: Final = 64  # a cache line, which is also enough for every vect
 TILE_TOKENS = 128
 TILED_FROM_TOKENS = 2048
 _MOST_FILLING: Final = compressed_bytes(1, 8)  # a block, for a tensor of a single value
-KEPT: Final[tuple[tuple[str, Place], ...]] = ((INPUT, "swap"), (ATTENTION, "keep"), (ALL, "keep"))
+KEPT: Final[tuple[tuple[str, Place], ...]] = ((INPUT, "host"), (ATTENTION, "device"), (ALL, "device"))
 """Places of a slice whose tensors stay on the device."""
 SWAPPED: Final[tuple[tuple[str, Place], ...]] = (
-    (INPUT, "swap"),
-    (ATTENTION, "swap"),
-    (ALL, "swap"),
-    ("state", "swap"),
+    (INPUT, "host"),
+    (ATTENTION, "host"),
+    (ALL, "host"),
+    ("state", "host"),
 )
 """Places of a slice that a single alpha swaps."""
 RECOMPUTED: Final[tuple[tuple[str, Place], ...]] = (
-    (INPUT, "swap"),
-    (ATTENTION, "swap"),
-    ("key", "swap"),
-    ("value", "swap"),
-    ("state", "swap"),
+    (INPUT, "host"),
+    (ATTENTION, "host"),
+    ("key", "host"),
+    ("value", "host"),
+    ("state", "host"),
 )
 """Places of a slice that a single alpha recomputes. Later slices attend to its keys and values."""
 # Kind of a storage plan for each kind of `SavedBytes`.
@@ -85,7 +85,7 @@ class TokenRange:
     @property
     def spilled(self) -> TokenRange:
         """The same tokens with the disk in place of the host."""
-        return replace(self, places=tuple((kind, "spill" if place == "swap" else place) for kind, place in self.places))
+        return replace(self, places=tuple((kind, "disk" if place == "host" else place) for kind, place in self.places))
 
     def gathered(self, shards: int) -> TokenRange:
         """The range that attention sees if each of `shards` processes holds such a range of the layer's input."""
@@ -97,7 +97,7 @@ class SavedBytes:
     """A tensor that a layer call saves for its backward.
 
     Attributes:
-        kind: "input", "out" and "lse" (attention output and log-sum-exp, always swapped), "query", "key" and "value"
+        kind: "input", "out" and "lse" (attention output and log-sum-exp), "query", "key" and "value"
             (of attention), "other", "shared" (arguments that layers receive in addition to their input), or "state" (at
             the start of a slice that is recomputed; a swapped one saves as much more, the tokens before it).
         size_bytes: Bytes for all tokens.
@@ -183,14 +183,14 @@ def plan_of_plain_training(tokens: int, calls: int) -> StoragePlan:
         tokens: Length of the sequence.
         calls: Number of layer calls that are alive at once.
     """
-    ranges = tuple(StoredRange(kind=kind, place="keep", start=0, stop=tokens) for kind in (INPUT, ATTENTION, ALL))
+    ranges = tuple(StoredRange(kind=kind, place="device", start=0, stop=tokens) for kind in (INPUT, ATTENTION, ALL))
     return StoragePlan(tokens=tokens, call_classes=(0,) * calls, calls=(CallPlan(ranges=ranges),))
 
 
 def _alpha_ranges(tokens: int, bound: int) -> CallPlan:
     parts = [(INPUT, 0, tokens), (ATTENTION, 0, tokens), (ALL, 0, bound), ("key", bound, tokens)]
     parts += [("value", bound, tokens), ("state", 0, tokens)]
-    ranges = (StoredRange(kind=kind, place="swap", start=a, stop=b) for kind, a, b in parts if a < b)
+    ranges = (StoredRange(kind=kind, place="host", start=a, stop=b) for kind, a, b in parts if a < b)
     return CallPlan(ranges=tuple(ranges))
 
 
@@ -198,7 +198,7 @@ def _plan(
     tokens: int, classes: list[CallPlan], of_calls: Sequence[int], slice_tokens: int | None, spilled: Collection[int]
 ) -> StoragePlan:
     """Return a plan of classes of layer calls, with others of the same ranges for the calls that go to the disk."""
-    on_disk = [CallPlan(ranges=tuple(replace(r, place="spill") for r in call.ranges)) for call in classes]
+    on_disk = [CallPlan(ranges=tuple(replace(r, place="disk") for r in call.ranges)) for call in classes]
     wanted = [(number, call in spilled) for call, number in enumerate(of_calls)]
     order = {key: n for n, key in enumerate(dict.fromkeys(wanted))}
     return StoragePlan(
@@ -285,14 +285,14 @@ def stored_bytes(
                 continue
             place = part.place(item.kind)
             if place in places:
-                size = share if place == "keep" else in_slot
+                size = share if place == "device" else in_slot
                 total += size(item, part.tokens, tokens)
     return total
 
 
 def slot_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[TokenRange], schedule: str) -> int:
     """Bytes of the slot that holds all slices of a layer call; see `stored_bytes` for the arguments."""
-    return stored_bytes(saved, tokens, slices, "swap", "spill", schedule=schedule)
+    return stored_bytes(saved, tokens, slices, *MOVED, schedule=schedule)
 
 
 def memory_of_plan(
@@ -340,7 +340,7 @@ def memory_of_slots(plan: StoragePlan, slot_bytes: Callable[[float], int], leavi
         leaving: Number of layer calls that leave the device, which are the first ones.
     """
     slots = [slot_bytes(call.tokens(ALL) / plan.tokens) for call in plan.calls]
-    on_disk = [any(r.place == "spill" for r in call.ranges) for call in plan.calls]
+    on_disk = [any(r.place == "disk" for r in call.ranges) for call in plan.calls]
     spill = tuple(slots[number] * on_disk[number] for number in plan.call_classes)
     return PlanMemory(
         slot=max(slots),
@@ -386,8 +386,6 @@ def why_not_stored(plan: StoragePlan, nested: bool) -> str:
         plan: The plan.
         nested: Whether attention runs over all slices of a layer at once.
     """
-    if not plan.call_classes or not set(plan.call_classes) <= set(range(len(plan.calls))):
-        return "its layer calls are of classes that it does not have"
     wrong = (why for call in plan.calls if (why := _why_not(call, plan.tokens, nested)))
     return next(wrong, "")
 

@@ -15,15 +15,25 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memo.artifacts.costs import ALL, ATTENTION, INPUT, PLACES, CallCosts, LayerCosts, Place, StorageCosts
+from lightning_memo.artifacts.costs import (
+    ALL,
+    ATTENTION,
+    INPUT,
+    MOVED,
+    PLACES,
+    CallCosts,
+    LayerCosts,
+    Place,
+    StorageCosts,
+)
 from lightning_memo.artifacts.plan import CallPlan, Plan, StoragePlan
 from lightning_memo.planner.plan_storage_kinds import ResourceSensitivity, resource_sensitivities
 from lightning_memo.utils.units import format_bytes, format_seconds
 
 _MOST_CALLS: Final = 8  # layer calls named in a line
 _MOST_RANGES: Final = 3  # ranges of layer calls named in a cell
-_MOVED_AND_KEPT: tuple[tuple[Place, ...], ...] = (("swap", "spill"), ("keep",))
-_PLACES: dict[Place, str] = {"keep": "kept", "swap": "swapped", "spill": "on the disk"}
+_MOVED_AND_KEPT: tuple[tuple[Place, ...], ...] = (MOVED, ("device",))
+_PLACES: dict[Place, str] = {"device": "kept", "host": "swapped", "disk": "on the disk"}
 _NAMES = {INPUT: "layer input", ATTENTION: "attention output", ALL: "everything else"}
 
 
@@ -206,12 +216,12 @@ def _kinds_table(plan: StoragePlan, costs: StorageCosts) -> Table:
     )
     table.add_column("layer calls")
     table.add_column("kind")
-    places = [place for place in PLACES if place != "spill" or _spills(plan)]
+    places = [place for place in PLACES if place != "disk" or _spills(plan)]
     for name in ("size", *(_PLACES[place] for place in places), "recomputed"):
         table.add_column(name, justify="right", no_wrap=True)
     for number, (call, stored) in enumerate(zip(costs.classes, plan.calls, strict=True)):
         label = _numbers_text([n for n, of in enumerate(costs.call_classes) if of == number])
-        for kind, size, moved in zip(call.kinds, call.sizes, call.sizes_in("swap"), strict=True):
+        for kind, size, moved in zip(call.kinds, call.sizes, call.sizes_in("host"), strict=True):
             shares = _shares(kind, stored, plan.tokens, places)
             text = format_bytes(size) + (f", {format_bytes(moved)} in fp8" if moved != size else "")
             table.add_row(label, _NAMES.get(kind, f"  of it {kind}"), text, *shares)
@@ -220,7 +230,7 @@ def _kinds_table(plan: StoragePlan, costs: StorageCosts) -> Table:
 
 
 def _spills(plan: StoragePlan) -> bool:
-    return any(r.place == "spill" for call in plan.calls for r in call.ranges)
+    return any(r.place == "disk" for call in plan.calls for r in call.ranges)
 
 
 def _shares(kind: str, stored: CallPlan, tokens: int, places: Sequence[Place]) -> list[str]:

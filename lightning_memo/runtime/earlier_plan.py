@@ -164,7 +164,7 @@ def _name(swap: SwapPlan) -> str:
 def _executed_alike(swap: SwapPlan) -> tuple[object, ...]:
     """What all processes execute alike. Which layer calls use the disk depends on the memory of each."""
     calls = [
-        [replace(r, place="swap") if r.place == "spill" else r for r in swap.storage.call(number).ranges]
+        [replace(r, place="host") if r.place == "disk" else r for r in swap.storage.call(number).ranges]
         for number in range(swap.calls)
     ]
     return replace(swap, storage=_NOTHING, memory=PlanMemory()), swap.storage.tokens, swap.storage.slice_tokens, calls

@@ -167,7 +167,7 @@ def other_value(value: Any, chance: random.Random) -> Any:
         return chance.choice((near, near, 2**63 - 1, 2**63 - 513, 2**62, 0, 1, 0.5, 1e18))
     if isinstance(value, str):
         return chance.choice(
-            ("memo", "plain", "layer", "nest", "slice", "none", "all", "keep", "swap", "spill", "input")
+            ("memo", "plain", "layer", "nest", "slice", "none", "all", "device", "host", "disk", "input")
         )
     return chance.choice((None, 1, 0.5, "", [], {}, True))
 

@@ -174,7 +174,7 @@ class Made(TorchDispatchMode):
 
 def test_what_is_kept_is_freed_in_the_backward(llama: ByKind) -> None:
     """The graph that refers to it, which the loss holds, may live on."""
-    stored: Rows = {kind: [("keep", 0, TOKENS)] for kind in ("input", "attention", "mlp.up_proj")}
+    stored: Rows = {kind: [("device", 0, TOKENS)] for kind in ("input", "attention", "mlp.up_proj")}
     llama.load_storage(stored)
     with Made() as made:
         loss = llama.model(**make_batch(2, TOKENS)).loss
@@ -211,7 +211,7 @@ def flops_of(under_test: ByKind, rows: Rows) -> float:
     return sum(computed(under_test, make_batch(2, TOKENS)).values())
 
 
-@pytest.mark.parametrize("place", ["swap", "keep"])
+@pytest.mark.parametrize("place", ["host", "device"])
 def test_a_stored_product_is_not_computed_again(llama: ByKind, place: Place) -> None:
     up = 2 * 2 * TOKENS * 32 * 64  # FLOPs of one product of 32 x 64 weights, for all tokens of the batch
     layers = len(llama.engine.layers)
@@ -232,7 +232,7 @@ def test_dropped_attention_runs_again(llama: ByKind, monkeypatch: pytest.MonkeyP
         return forward(self, q, *args, **kwargs)
 
     batch = make_batch(2, TOKENS)
-    llama.load_storage(BASE | {"attention": [("swap", 24, TOKENS)]})
+    llama.load_storage(BASE | {"attention": [("host", 24, TOKENS)]})
     loss = llama.model(**batch).loss
     monkeypatch.setattr(backend, "forward", counted)
     loss.backward()
@@ -299,7 +299,7 @@ def test_modules_with_names_of_kinds_are_products() -> None:
         under_test.profile_step(batch)
         assert "state.weight" in under_test.products and not {"state", "key"} & set(under_test.products)
         for stored in ((), ("state.weight",), under_test.products):
-            under_test.load_storage(BASE | {name: [("swap", 8, TOKENS)] for name in stored})
+            under_test.load_storage(BASE | {name: [("host", 8, TOKENS)] for name in stored})
             assert_close(under_test.step(batch), plain)
 
 
@@ -332,21 +332,21 @@ def _without(rows: Rows, kind: str) -> Rows:
     ("change", "message"),
     [
         (lambda rows: _without(rows, "input"), "layer inputs have no place"),
-        (lambda rows: rows | {"all": [("swap", 0, 8)]}, "attention output is not"),
-        (lambda rows: rows | {"mlp.up_proj": [("swap", 0, 9), ("keep", 8, 12)]}, "mlp.up_proj overlap"),
-        (lambda rows: rows | {"mlp.up_proj": [("spill", 0, 8)]}, r"spills 8.0 KiB to a disk, and no spill_path"),
+        (lambda rows: rows | {"all": [("host", 0, 8)]}, "attention output is not"),
+        (lambda rows: rows | {"mlp.up_proj": [("host", 0, 9), ("device", 8, 12)]}, "mlp.up_proj overlap"),
+        (lambda rows: rows | {"mlp.up_proj": [("disk", 0, 8)]}, r"spills 8.0 KiB to a disk, and no spill_path"),
     ],
     ids=["input", "attention", "overlap", "no disk"],
 )
 def test_plans_that_cannot_run_are_refused(llama: ByKind, change: Callable[[Rows], Rows], message: str) -> None:
-    rows = change(BASE | {"attention": [("swap", 8, TOKENS)]})
+    rows = change(BASE | {"attention": [("host", 8, TOKENS)]})
     with pytest.raises(ValueError, match=message):
         llama.load_storage(rows)
 
 
 def test_a_plan_of_kinds_is_refused_where_one_alpha_was_asked_for(llama: ByKind) -> None:
     llama.profile_step(make_batch(2, TOKENS))
-    llama.load_storage(BASE | {"mlp.up_proj": [("swap", 0, 8)]})
+    llama.load_storage(BASE | {"mlp.up_proj": [("host", 0, 8)]})
     llama.engine.settings.storage = "alpha"
     assert llama.engine.swap is not None and 'storage="kinds"' in llama.engine.why_not(llama.engine.swap)
     assert llama.engine.why_not(alpha_swap(0.5, 4, 64)) == ""

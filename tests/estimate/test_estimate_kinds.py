@@ -101,7 +101,7 @@ def test_stages_have_room_for_all_sequences_in_flight() -> None:
         for size, fixed in ((1, {}), (2, {}), (2, {"alpha": 0.0}))
     )
     assert one.storage is not None and two.storage is not None
-    kept = [sum(places["keep"] for places in answer.storage.values()) for answer in (one, two)]
+    kept = [sum(places["device"] for places in answer.storage.values()) for answer in (one, two)]
     assert 0 < kept[1] < kept[0]  # of each sequence
     assert max(one.host_bytes, two.host_bytes) <= 0.75 * 2**37
     assert sum(two.device_bytes.values()) / 2 <= small.device_bytes  # with the total among them

@@ -17,16 +17,16 @@ from lightning_memo.planner.token_slices import memory_of_plan
 from lightning_memo.utils.find_layers import find_stacks
 
 Row = tuple[str, Place, int, int]
-BASE: list[Row] = [("input", "swap", 0, TOKENS), ("attention", "swap", 0, TOKENS)]
+BASE: list[Row] = [("input", "host", 0, TOKENS), ("attention", "host", 0, TOKENS)]
 MIXED: list[Row] = [
-    ("input", "keep", 0, 128),
-    ("input", "swap", 128, TOKENS),
-    ("attention", "swap", 64, TOKENS),
-    ("all", "swap", 384, 448),
-    ("all", "keep", 448, TOKENS),
-    ("self_attn.q_proj", "swap", 64, 384),
-    ("self_attn.v_proj", "keep", 0, 384),
-    ("mlp.up_proj", "swap", 128, 384),
+    ("input", "device", 0, 128),
+    ("input", "host", 128, TOKENS),
+    ("attention", "host", 64, TOKENS),
+    ("all", "host", 384, 448),
+    ("all", "device", 448, TOKENS),
+    ("self_attn.q_proj", "host", 64, 384),
+    ("self_attn.v_proj", "device", 0, 384),
+    ("mlp.up_proj", "host", 128, 384),
 ]
 
 
@@ -77,7 +77,7 @@ def test_a_stored_product_is_not_computed_again(device: torch.device) -> None:
         gradients(model, batch)
         profile, flops = engine.profile, []
         assert profile is not None
-        for rows in (BASE, [*BASE, ("mlp.up_proj", "swap", 0, TOKENS)]):
+        for rows in (BASE, [*BASE, ("mlp.up_proj", "host", 0, TOKENS)]):
             load(engine, rows, profile)
             loss = model(**batch).loss
             with FlopCounterMode(display=False) as counter:

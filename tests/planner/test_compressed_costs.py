@@ -151,4 +151,4 @@ def test_compression_that_takes_too_long_is_not_used(budget: StorageBudget) -> N
     (call,) = COSTS.classes
     longer = call.recompute_seconds + call.attention_seconds
     (stored,) = plan_storage(with_compression(0.5, 2 * longer, 0.0), budget).calls
-    assert stored.tokens(ALL, "swap", "spill") <= 0.02 * TOKENS  # where a copy would be waited for
+    assert stored.tokens(ALL, "host", "disk") <= 0.02 * TOKENS  # where a copy would be waited for

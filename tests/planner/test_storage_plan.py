@@ -224,9 +224,9 @@ def test_no_alpha_is_faster_on_a_grid_of_models_lengths_and_machines():
 def test_a_single_alpha_is_one_of_the_plans(alpha, length):
     costs, budget = analytic(MODELS["Llama-8B LoRA"], MACHINES["H100"], length * 1024, 10**4)
     first = costs.tokens - swapped_tokens(costs.tokens, alpha)
-    ranges = [StoredRange(kind=kind, place="swap", start=0, stop=costs.tokens) for kind in (INPUT, ATTENTION)]
+    ranges = [StoredRange(kind=kind, place="host", start=0, stop=costs.tokens) for kind in (INPUT, ATTENTION)]
     if alpha:
-        ranges.append(StoredRange(kind=ALL, place="swap", start=first, stop=costs.tokens))
+        ranges.append(StoredRange(kind=ALL, place="host", start=first, stop=costs.tokens))
     plan = plan_of(CallPlan(ranges=tuple(ranges)))
     made = needs_of(costs, budget, plan.calls)
     exact = StorageBudget(device_bytes=made.device_bytes, host_bytes=made.host_bytes)
@@ -292,7 +292,7 @@ AMPLE = StorageBudget(
     host_bytes=10**6,
     nvme=NvmeTier(capacity_bytes=10**6, write_bytes_per_second=50.0, read_bytes_per_second=20.0),
 )
-EVERYTHING = (("input", "swap", 0, 100), ("attention", "swap", 0, 100))
+EVERYTHING = (("input", "host", 0, 100), ("attention", "host", 0, 100))
 
 
 def spans(timeline, stream, phase):
@@ -300,7 +300,7 @@ def spans(timeline, stream, phase):
 
 
 def test_the_simulator_keeps_the_rules_of_the_schedule():
-    whole = ranges_of(*EVERYTHING, ("all", "swap", 0, 100))  # 10 s a copy
+    whole = ranges_of(*EVERYTHING, ("all", "host", 0, 100))  # 10 s a copy
     timeline = simulate(tiny(), plan_of(whole), AMPLE)
     assert spans(timeline, "compute", "forward") == [(0, 0, 4), (1, 4, 8), (2, 14, 18), (3, 24, 28)]
     assert spans(timeline, "offload", "forward") == [(0, 4, 14), (1, 14, 24)]
@@ -313,8 +313,8 @@ def test_the_simulator_keeps_the_rules_of_the_schedule():
 def test_the_simulator_recomputes_what_has_no_place():
     # 60 tokens of a, 30 of b, everything elementwise of 80, and the first half of the attention, a quarter of its time.
     part = ranges_of(
-        ("input", "keep", 0, 100), ("attention", "keep", 50, 100),
-        ("all", "keep", 80, 100), ("a", "keep", 60, 80), ("b", "keep", 30, 80),
+        ("input", "device", 0, 100), ("attention", "device", 50, 100),
+        ("all", "device", 80, 100), ("a", "device", 60, 80), ("b", "device", 30, 80),
     )  # fmt: skip
     timeline = simulate(tiny(n=1), plan_of(part), AMPLE)
     ((_, start, end),) = spans(timeline, "compute", "backward")
@@ -323,7 +323,7 @@ def test_the_simulator_recomputes_what_has_no_place():
 
 
 def test_what_is_stored_is_not_recomputed_beside_it():
-    half = ranges_of(*EVERYTHING, ("all", "swap", 50, 100))  # 400 of 800 bytes are recomputed
+    half = ranges_of(*EVERYTHING, ("all", "host", 50, 100))  # 400 of 800 bytes are recomputed
     needs = [tiny(recomputed_device_bytes=most) for most in (0, 300, 500)]
     peaks = [simulate(costs, plan_of(half), AMPLE).peak_device_bytes for costs in needs]
     assert peaks == [needs_of(costs, AMPLE, [half]).device_bytes for costs in needs]
@@ -333,7 +333,7 @@ def test_what_is_stored_is_not_recomputed_beside_it():
 
 
 def test_a_slow_disk_holds_up_the_copies():
-    spilled = ranges_of(("input", "swap", 0, 100), ("attention", "spill", 0, 100))
+    spilled = ranges_of(("input", "host", 0, 100), ("attention", "disk", 0, 100))
     timeline = simulate(tiny(n=3), plan_of(spilled), AMPLE)
     # 200 bytes take 2 s over the link, 100 of them 2 s to write and 5 s to read
     assert spans(timeline, "spill", "forward") == [(0, 4, 6)]
@@ -344,16 +344,16 @@ def test_a_slow_disk_holds_up_the_copies():
 @pytest.mark.parametrize(
     ("rows", "fault"),
     [
-        ([("input", "swap", 0, 99)], ScheduleFault.INPUT),
-        ([("input", "swap", 0, 100), ("c", "swap", 0, 100)], ScheduleFault.KIND),
-        ([("input", "swap", 0, 101)], ScheduleFault.RANGE),
-        ([("input", "swap", 0, 100), ("a", "keep", 5, 5)], ScheduleFault.RANGE),
-        ([("input", "swap", 0, 100), ("input", "keep", 99, 100)], ScheduleFault.TWICE),
+        ([("input", "host", 0, 99)], ScheduleFault.INPUT),
+        ([("input", "host", 0, 100), ("c", "host", 0, 100)], ScheduleFault.KIND),
+        ([("input", "host", 0, 101)], ScheduleFault.RANGE),
+        ([("input", "host", 0, 100), ("a", "device", 5, 5)], ScheduleFault.RANGE),
+        ([("input", "host", 0, 100), ("input", "device", 99, 100)], ScheduleFault.TWICE),
         (
-            [("input", "swap", 0, 100), ("attention", "keep", 50, 100), ("all", "swap", 49, 100)],
+            [("input", "host", 0, 100), ("attention", "device", 50, 100), ("all", "host", 49, 100)],
             ScheduleFault.ATTENTION,
         ),
-        ([*EVERYTHING, ("all", "swap", 50, 100), ("b", "keep", 0, 51)], ScheduleFault.PRODUCT),
+        ([*EVERYTHING, ("all", "host", 50, 100), ("b", "device", 0, 51)], ScheduleFault.PRODUCT),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(rows, fault):
@@ -366,13 +366,13 @@ def test_a_plan_that_makes_no_sense_is_refused(rows, fault):
 def test_a_plan_of_other_layers_is_refused():
     with pytest.raises(ScheduleError, match="2 entries, 1 classes"):
         simulate(tiny(), plan_of(ranges_of(*EVERYTHING), ranges_of(*EVERYTHING)), AMPLE)
-    spilled = plan_of(ranges_of(("input", "spill", 0, 100)))
+    spilled = plan_of(ranges_of(("input", "disk", 0, 100)))
     with pytest.raises(ScheduleError, match="without an NVMe tier"):
         simulate(tiny(), spilled, replace(AMPLE, nvme=None))
 
 
 def test_every_memory_is_refused_when_one_byte_over():
-    rows = ("input", "swap", 0, 100), ("attention", "spill", 0, 100), ("a", "keep", 0, 100)
+    rows = ("input", "host", 0, 100), ("attention", "disk", 0, 100), ("a", "device", 0, 100)
     plan = plan_of(ranges_of(*rows))
     nvme = replace(AMPLE.nvme, capacity_bytes=200)
     exact = StorageBudget(device_bytes=1500 + 2 * 200 + 4 * 300, host_bytes=200, nvme=nvme)
@@ -388,7 +388,7 @@ def test_every_memory_is_refused_when_one_byte_over():
 
 
 def test_the_simulator_takes_milliseconds():
-    costs, plan = tiny(n=128), plan_of(ranges_of(*EVERYTHING, ("a", "spill", 0, 50)))
+    costs, plan = tiny(n=128), plan_of(ranges_of(*EVERYTHING, ("a", "disk", 0, 50)))
     seconds = []
     for _ in range(3):
         begin = time.process_time()
@@ -610,7 +610,7 @@ def test_a_table_says_what_binds_and_what_more_would_bring():
 def test_of_plans_that_take_equally_long_the_simplest_is_chosen():
     # Everything fits the device: plain training.
     plain = plan_storage(tiny(), AMPLE)
-    assert {(r.kind, r.place) for r in plain.calls[0].ranges} == {(kind, "keep") for kind in (INPUT, ATTENTION, ALL)}
+    assert {(r.kind, r.place) for r in plain.calls[0].ranges} == {(kind, "device") for kind in (INPUT, ATTENTION, ALL)}
     assert (plain.needs.step_seconds, plain.calls[0].bounds) == (5 + 4 * (4 + 8), (0, 100))
     # Nothing is gained by storing what costs nothing to compute again, nor by dropping attention outputs that fit.
     free = replace(
@@ -621,7 +621,7 @@ def test_of_plans_that_take_equally_long_the_simplest_is_chosen():
     )
     device = StorageBudget(device_bytes=2000, host_bytes=10**6, nvme=AMPLE.nvme)
     least = plan_storage(tiny(n=30, classes=(free,)), device, tile_tokens=10)
-    assert {(r.kind, r.place) for r in least.calls[0].ranges} == {(INPUT, "swap"), (ATTENTION, "swap")}
+    assert {(r.kind, r.place) for r in least.calls[0].ranges} == {(INPUT, "host"), (ATTENTION, "host")}
 
 
 def test_attention_outputs_are_dropped_only_where_that_pays():
@@ -655,7 +655,7 @@ def test_a_budget_that_is_just_enough_is_met_to_the_byte():
     costs = tiny(n=12)
     exact = StorageBudget(device_bytes=1500 + 2 * 100, host_bytes=10 * 100)
     plan = plan_storage(costs, exact)
-    assert plan.calls[0].ranges == (StoredRange(kind=INPUT, place="swap", start=0, stop=100),)
+    assert plan.calls[0].ranges == (StoredRange(kind=INPUT, place="host", start=0, stop=100),)
     assert (plan.needs.device_bytes, plan.needs.host_bytes, plan.needs.rounding_bytes) == (1700, 1000, 200)
     with pytest.raises(StorageError):
         plan_storage(costs, replace(exact, host_bytes=999))

@@ -87,8 +87,8 @@ def test_kinds_of_tensors() -> None:
     assert 0 < swap.host_bytes <= 100 * 1024
     assert result.plan.device_bytes <= result.plan.budget.device_bytes
     (call,) = costs.classes
-    assert call.swapped_other_bytes is not None and call.sizes_in("keep")[2] == call.other_bytes
-    assert call.sizes_in("swap")[2] == call.sizes_in("spill")[2] == call.swapped_other_bytes < call.other_bytes
+    assert call.swapped_other_bytes is not None and call.sizes_in("device")[2] == call.other_bytes
+    assert call.sizes_in("host")[2] == call.sizes_in("disk")[2] == call.swapped_other_bytes < call.other_bytes
 
 
 def test_nothing_is_swapped_by_plain_training() -> None:

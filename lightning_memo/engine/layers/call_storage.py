@@ -153,9 +153,9 @@ class CallStorage:
         """
         if self._meter.profile is not None:  # which has the sizes of the first slice
             self._meter.profile.saved(self._meter.position.layer, kind, t.nbytes)
-        if place == "keep":
+        if place == "device":
             return self.resident.keep(t) if by_autograd else self.resident.put(t)
-        return group.put(t, place == "spill", compress)
+        return group.put(t, place == "disk", compress)
 
     def store_copy(self, group: OffloadGroup, kind: str, t: Tensor, place: Place | None) -> Handle:
         """Store a tensor that the layer may overwrite later: it is copied even if it finds no room in the slot."""
@@ -261,7 +261,7 @@ class SliceStorage:
         """
         if not planned:
             return self._call.resident.put(state.detach())
-        place = self._range.place("state") or "keep"
+        place = self._range.place("state") or "device"
         return self._call.store(self.group, "state", state.detach(), place)
 
     def product(self, name: str, compute: Callable[[], Tensor]) -> Tensor:

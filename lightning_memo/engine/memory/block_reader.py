@@ -23,7 +23,6 @@ class HostRange:
         memory: The bytes, uint8 `[size_bytes]`; `None` reads zeros.
         written: End of the last copy to these bytes.
         copies: Where a read is noted, if the owner of the bytes may release them while they are read.
-        checksum: Checksum from when the bytes left the device.
     """
 
     size_bytes: int

@@ -99,7 +99,6 @@ class Registry(Generic[Value]):
 
     def add(self, t: Tensor, value: Value) -> None:
         """Register the storage range of `t`."""
-        """Register the storage range of `t`."""
         start, stop = byte_range(t)
         layout = None if is_dense(t) else (t.shape, t.stride())
         entry = _Entry(StorageWeakRef(t.untyped_storage()), start, stop, layout, version_of(t), value)

@@ -3,8 +3,8 @@
 Note: [Slots, buffers and ranges]
 These words are used in the same way throughout the engine.
 
-- A *slot* belongs to one layer call. Its bytes are in a device buffer, in a host buffer, in the spill file, or in two
-  of them while a copy is under way.
+- A *slot* belongs to one layer call, or to one slice of it where every slice has its own. Its bytes are in a device
+  buffer, in a host buffer, in the spill file, or in two of them while a copy is under way.
 - A *buffer* is a uint8 tensor: one of the two *rounding buffers* on the device (MEMO section 4.1), or a *host buffer*,
   which is cut from a `HostArena`.
 - A *share* is the part of a slot that is copied to one destination: the *host share* and the *disk share*.

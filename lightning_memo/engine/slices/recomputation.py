@@ -36,7 +36,7 @@ from lightning_memo.utils.retained_graph import NEVER_DIFFERENTIATED, NOT_RETAIN
 _SAVED_BY_LAST = 4
 
 
-class EnoughError(BaseException):
+class StopRecomputation(BaseException):
     """Ends a recomputation: everything that the backward needs has been computed. Layers must not catch it."""
 
 
@@ -145,7 +145,7 @@ class _Recomputation:
         x = self._input().requires_grad_(run.states.x_requires_grad)
         with contextlib.ExitStack() as stack:
             stack.enter_context(run.engine.recorder.computing("recompute", part.subject))
-            stack.enter_context(contextlib.suppress(EnoughError))
+            stack.enter_context(contextlib.suppress(StopRecomputation))
             copies = stack.enter_context(run.forward_context.replayed(part.draws))
             stack.enter_context(run.arguments.with_copies(copies))
             stack.enter_context(collecting_nothing())
@@ -191,7 +191,7 @@ class _Recomputation:
 
     def _stop_if_enough(self) -> None:
         if self._enough:
-            raise EnoughError
+            raise StopRecomputation
 
     def _record(self, t: Tensor) -> None:
         t = resolved(t)

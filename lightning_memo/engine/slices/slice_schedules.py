@@ -52,7 +52,7 @@ class SliceOutput:
 def run_layer_schedule(run: LayerRun, x: Tensor) -> Any:
     """Run a layer slice after slice, and return what the layer returns."""
     token, sides = _run_forward(run, x)
-    return _with_sides(_Gather.apply(run, token), sides, run)
+    return _with_sides(_EndLayer.apply(run, token), sides, run)
 
 
 def run_last_layer(run: LayerRun, x: Tensor) -> tuple[Any, SliceOutput]:
@@ -89,7 +89,7 @@ def run_without_backward(run: LayerRun, x: Tensor) -> Any:
 
 def _run_forward(run: LayerRun, x: Tensor) -> tuple[Tensor, list[SideValues]]:
     anchor = x if x.requires_grad else torch.zeros((), device=x.device, requires_grad=True)
-    token, sides = _Scatter.apply(run, anchor), []
+    token, sides = _BeginLayer.apply(run, anchor), []
     for number, (tokens, x_part) in enumerate(zip(run.slices, run.states.inputs(x), strict=True)):
         with run.meter.computing_slice(number):
             part = SliceRun(run, number, tokens, x_part)
@@ -105,12 +105,12 @@ def _run_slice(part: SliceRun, x: Tensor, token: Tensor) -> tuple[Tensor, SideVa
     """Run a slice. Its input requires grad if the layer's input does, as layers may ask for that."""
     before: Tensor | None = None
     if part.run.states.x_requires_grad:
-        x = _Fetch.apply(part, x, token)
+        x = _SliceInput.apply(part, x, token)
     else:  # autograd goes back along `before` last, as it is older than all that the slice computes
-        before = _Fetch.apply(part, token, token)
+        before = _SliceInput.apply(part, token, token)
     with part.running(part.attend):
         y, side = _call(part, x)
-    return _Store.apply(part, y, before), side
+    return _SliceOutput.apply(part, y, before), side
 
 
 def _call(part: SliceRun, x: Tensor) -> tuple[Tensor, SideValues]:
@@ -252,7 +252,7 @@ def _join(parts: Sequence[Any], place: TokenPlace | None) -> Any:
     return parts[-1] if place is None else place.join(parts)
 
 
-class _Scatter(torch.autograd.Function):
+class _BeginLayer(torch.autograd.Function):
     """Opens the chain of slices. Its backward ends the backward of the layer."""
 
     @staticmethod
@@ -266,7 +266,7 @@ class _Scatter(torch.autograd.Function):
         return None, (token if ctx.anchor else dx)
 
 
-class _Fetch(torch.autograd.Function):
+class _SliceInput(torch.autograd.Function):
     """Passes its input to a slice, and takes the gradient of that input, which ends the backward of the slice."""
 
     @staticmethod
@@ -281,7 +281,7 @@ class _Fetch(torch.autograd.Function):
         return None, None, torch.zeros((), device=ctx.part.run.states.device)
 
 
-class _Store(torch.autograd.Function):
+class _SliceOutput(torch.autograd.Function):
     """Takes a slice's output, and passes on the gradient of that output."""
 
     @staticmethod
@@ -297,7 +297,7 @@ class _Store(torch.autograd.Function):
         return None, ctx.part.run.states.next_output_gradient(), before
 
 
-class _Gather(torch.autograd.Function):
+class _EndLayer(torch.autograd.Function):
     """Closes the chain of slices with the layer's output. Its backward begins the backward of the layer."""
 
     @staticmethod

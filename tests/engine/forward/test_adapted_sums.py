@@ -37,7 +37,7 @@ from lightning_memo.engine.slices.recomputed_sums import SumMode
 # Distance to fp64 of a step in slices, in units of plain training's own: 0.8 to 1.3 is measured, and without sums 0.6
 # to 1.4, as that compares the lengths of two small random vectors.
 FARTHER = 1.5
-WHOLE: list[tuple[Place, int, int]] = [("swap", 0, TOKENS)]
+WHOLE: list[tuple[Place, int, int]] = [("host", 0, TOKENS)]
 
 
 def names(under_test: ByKind, module: str) -> list[str]:
@@ -304,6 +304,6 @@ def test_a_stored_sum_spares_its_products_and_the_last_one_is_never_computed(dty
         up = under_test.engine.layers[0].mlp.up_proj
         spared = 2 * 2 * TOKENS * (up.in_features + RANK) * up.out_features
         nothing = flops(under_test, BASE)
-        assert nothing - flops(under_test, BASE | {"mlp.up_proj": [("keep", 0, TOKENS)]}) == layers * spared
-        stored = BASE | {name: [("keep", 0, TOKENS)] for name in under_test.products}
-        assert flops(under_test, stored) == flops(under_test, BASE | {"all": [("keep", 0, TOKENS)]})
+        assert nothing - flops(under_test, BASE | {"mlp.up_proj": [("device", 0, TOKENS)]}) == layers * spared
+        stored = BASE | {name: [("device", 0, TOKENS)] for name in under_test.products}
+        assert flops(under_test, stored) == flops(under_test, BASE | {"all": [("device", 0, TOKENS)]})

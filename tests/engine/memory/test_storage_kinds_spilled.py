@@ -33,18 +33,18 @@ BATCH = make_batch(2, TOKENS)
 def four_ways(names: list[str]) -> tuple[Rows, ...]:
     """Classes of layer calls: to all places, to the host, to the disk, and kept."""
     mixed: Rows = {
-        "input": [("keep", 0, 8), ("swap", 8, 24), ("spill", 24, TOKENS)],
-        "attention": [("spill", 16, 32), ("keep", 32, 40), ("swap", 40, TOKENS)],
-        "all": [("spill", 48, TOKENS)],
-        names[0]: [("swap", 0, 16), ("spill", 16, 40)],
+        "input": [("device", 0, 8), ("host", 8, 24), ("disk", 24, TOKENS)],
+        "attention": [("disk", 16, 32), ("device", 32, 40), ("host", 40, TOKENS)],
+        "all": [("disk", 48, TOKENS)],
+        names[0]: [("host", 0, 16), ("disk", 16, 40)],
     }
-    disk: Rows = {"input": [("spill", 0, TOKENS)], "attention": [("spill", 0, TOKENS)], names[1]: [("spill", 3, 30)]}
-    kept: Rows = {"input": [("keep", 0, TOKENS)], "attention": [("keep", 0, TOKENS)]}
+    disk: Rows = {"input": [("disk", 0, TOKENS)], "attention": [("disk", 0, TOKENS)], names[1]: [("disk", 3, 30)]}
+    kept: Rows = {"input": [("device", 0, TOKENS)], "attention": [("device", 0, TOKENS)]}
     return mixed, BASE, disk, kept
 
 
 def on_host(rows: Rows) -> Rows:
-    return {kind: [("swap" if place == "spill" else place, a, b) for place, a, b in of] for kind, of in rows.items()}
+    return {kind: [("host" if place == "disk" else place, a, b) for place, a, b in of] for kind, of in rows.items()}
 
 
 def test_gradients_and_bytes_of_plans_that_spill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

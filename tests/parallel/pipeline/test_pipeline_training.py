@@ -94,7 +94,7 @@ def test_a_place_for_each_kind_of_tensor(family: str, device_memory: str, blocks
     delays = {"test_mode": TestMode(5, 0.0005)}
     notes = check(run, {"virtual_pipeline_size": blocks} | budget | delays)
     assert (notes["calls"], notes["in_use"]) == ([12, 8] if blocks == 2 else [8, 4], [0, 0])
-    assert notes["places"][0] == ["keep", "swap"]
+    assert notes["places"][0] == ["device", "host"]
     assert notes["unplanned"] == notes["overflow"] == [0, 0]
     assert all(0 < peak <= host for peak, host in zip(notes["peak"], notes["host"], strict=True))
     assert blocks == 2 or notes["peak"] == notes["host"]

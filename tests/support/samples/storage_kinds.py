@@ -23,7 +23,7 @@ TOKENS = 56  # not a size of any weight: what is saved is told apart by its shap
 
 Rows = dict[str, list[tuple[Place, int, int]]]
 
-BASE: Rows = {"input": [("swap", 0, TOKENS)], "attention": [("swap", 0, TOKENS)]}
+BASE: Rows = {"input": [("host", 0, TOKENS)], "attention": [("host", 0, TOKENS)]}
 
 
 def call_plan(rows: Rows) -> CallPlan:
@@ -46,12 +46,12 @@ def everything(names: list[str], nested: bool = False) -> Rows:
     Attention of the first tokens is recomputed, unless it runs over all tokens at once.
     """
     rows: Rows = {
-        "input": [("keep", 0, 20), ("swap", 20, TOKENS)],
-        "attention": [("swap", 0 if nested else 16, 32), ("keep", 32, TOKENS)],
-        "all": [("swap", 40, 48), ("keep", 48, TOKENS)],
+        "input": [("device", 0, 20), ("host", 20, TOKENS)],
+        "attention": [("host", 0 if nested else 16, 32), ("device", 32, TOKENS)],
+        "all": [("host", 40, 48), ("device", 48, TOKENS)],
     }
     for n, name in enumerate(names):
-        rows[name] = [[("swap", 8, 40)], [("keep", 24, 40)], [("swap", 0, 24), ("keep", 24, 40)]][n % 3]
+        rows[name] = [[("host", 8, 40)], [("device", 24, 40)], [("host", 0, 24), ("device", 24, 40)]][n % 3]
     return rows
 
 

@@ -50,8 +50,8 @@ def rounded(unit: int) -> Any:
             return sum(-(-sizes[r.kind] * (r.stop - r.start) // TOKENS // unit) * unit for r in ranges)
 
         return PlanMemory(
-            slot=total("swap") + total("spill"), host=(CALLS - 2) * total("swap"), kept=CALLS * total("keep"),
-            spill=(total("spill"),) * CALLS,
+            slot=total("host") + total("disk"), host=(CALLS - 2) * total("host"), kept=CALLS * total("device"),
+            spill=(total("disk"),) * CALLS,
         )  # fmt: skip
 
     return of
