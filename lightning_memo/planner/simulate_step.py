@@ -130,7 +130,7 @@ def _work(call: CallCosts, plan: CallPlan, costs: StorageCosts, budget: StorageB
         held[r.place] += -(-size * (r.stop - r.start) // costs.tokens)
     moved = sum(r.stop - r.start for r in plan.ranges if r.kind == "all" and r.place != "device")
     if held["disk"] and budget.nvme is None:
-        _refuse(ScheduleFault.SPILL, f"{held['spill']} bytes")
+        _refuse(ScheduleFault.SPILL, f"{held['disk']} bytes")
     recomputed = sum(stop - start for start, stop in _gaps(by_kind["all"], costs.tokens))
     return _Work(
         forward_seconds=call.forward_seconds + call.compress_seconds * moved / costs.tokens,

@@ -345,7 +345,6 @@ def test_plans_that_cannot_run_are_refused(llama: ByKind, change: Callable[[Rows
 
 
 def test_a_plan_of_kinds_is_refused_where_one_alpha_was_asked_for(llama: ByKind) -> None:
-    llama.profile_step(make_batch(2, TOKENS))
     llama.load_storage(BASE | {"mlp.up_proj": [("host", 0, 8)]})
     llama.engine.settings.storage = "alpha"
     assert llama.engine.swap is not None and 'storage="kinds"' in llama.engine.why_not(llama.engine.swap)

@@ -114,7 +114,7 @@ def test_an_estimate_with_slices_takes_what_training_plans_and_measures(
     assert told.other_bytes[1:] == measured.other_bytes[1:] and told.other_bytes[0] >= measured.other_bytes[0]
     assert lora or told.other_bytes[0] == measured.other_bytes[0]
     swap = trained.swap
-    planned = slices.streamed_bytes(shape, sizes=sizes, tokens=tokens, alpha=swap.alpha)
+    planned = slices.streamed_bytes(shape, sizes=sizes, plan=swap.storage).memory
     assert (planned.slot, planned.gradients, planned.staging, planned.states) == (
         swap.memory.slot, swap.memory.gradients, swap.memory.staging, swap.memory.states,
     )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import warnings
 from pathlib import Path
@@ -22,6 +21,7 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, Trai
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from lightning_memo import MemoCallback
+from lightning_memo.artifacts.plan import Plan
 from lightning_memo.profiler import measured_costs
 
 LETTERS = [chr(ord("a") + n) for n in range(26)]
@@ -183,8 +183,7 @@ def test_trainers_of_trl(make: Any, lora: bool) -> None:
 
 def test_the_plan_is_written_to_the_output_folder(tmp_path: Path) -> None:
     train(of_rows(MemoCallback(alpha=0.5)))
-    plan = json.loads((tmp_path / "memo_plan.json").read_text())
-    assert plan["swap"]["alpha"] == 0.5
+    assert Plan.load(tmp_path / "memo_plan.json").swap.alpha == 0.5
 
 
 class Stop(TrainerCallback):

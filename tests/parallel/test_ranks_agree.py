@@ -24,6 +24,7 @@ from support.processes import Group, ProcessError, run_in_processes
 from typing_extensions import override
 
 from lightning_memo.artifacts.plan import Plan
+from lightning_memo.planner.token_slices import plan_of_alpha
 from lightning_memo.profiler import measured_costs as costs
 
 RUN = Run(steps=3)
@@ -102,7 +103,8 @@ def test_different_plans_end_all(tmp_path: Path) -> None:
     plan: Plan = run_in_processes(2, _train_with, [MEMO | {"alpha": 0.5}] * 2)[0][1]
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     plan.save(files[0])
-    replace(plan, swap=replace(plan.swap, alpha=0.25)).save(files[1])
+    storage = plan_of_alpha(plan.swap.storage.tokens, 0.25, plan.swap.calls)
+    replace(plan, swap=replace(plan.swap, storage=storage)).save(files[1])
     same = run_in_processes(2, _train_with, [MEMO | {"plan": str(files[0])}] * 2)
     assert [error for error, _ in same] == ["", ""] and same[0][1].swap.alpha == 0.5
     errors = [error for error, _ in run_in_processes(2, _train_with, [MEMO | {"plan": str(f)} for f in files])]

@@ -136,7 +136,7 @@ def swap_plan(trainer: Any) -> dict[str, Any]:
 def test_processes_spill_into_one_folder(disk: Path) -> None:
     run, settings = Run(family="llama", tokens=64, batch=4, steps=2), {"alpha": 0.5, "zero_stage": 3}
     expected = train_together(2, run, settings, after=swap_plan)
-    slot_bytes = expected.notes["swap"][0].slot_bytes
+    slot_bytes = expected.notes["swap"][0].memory.slot
     # Each of the two has too little for the two layers that are swapped.
     tight = {"host_memory": 2 * (2 * slot_bytes - 1), "spill_path": str(disk)}
     spilled = train_together(2, run, settings | tight, after=swap_plan)

@@ -78,12 +78,12 @@ def test_a_plan_of_another_schedule(host_memory: str, tmp_path: Path) -> None:
     assert result.losses == pytest.approx(plain(LanguageModel("llama_gqa")).losses, rel=1e-5)
 
 
-def test_a_plan_of_one_alpha_is_made_anew(tmp_path: Path) -> None:
-    of_alpha = MemoStrategy(alpha=0.5, **BUDGET | {"host_memory": "1MiB"})
-    fit(of_alpha, LanguageModel("llama_gqa"), max_steps=1).plan.save(tmp_path / "plan.json")
-    with pytest.warns(UserWarning, match='made for storage="alpha"'):
-        result = fit(strategy(plan=tmp_path / "plan.json"), LanguageModel("llama_gqa"), max_steps=1)
-    assert not result.plan.swap.storage.has_one_alpha
+def test_a_plan_of_kinds_is_made_anew_for_one_alpha(tmp_path: Path) -> None:
+    fit(strategy(), LanguageModel("llama_gqa"), max_steps=1).plan.save(tmp_path / "plan.json")
+    one_alpha = MemoStrategy(storage="alpha", plan=tmp_path / "plan.json")
+    with pytest.warns(UserWarning, match='made for storage="kinds"'):
+        result = fit(one_alpha, LanguageModel("llama_gqa"), max_steps=1)
+    assert result.plan.swap.plain or result.plan.swap.storage.has_one_alpha
 
 
 def _plan_of(trainer: Any) -> dict[str, Any]:
