@@ -21,8 +21,9 @@ from lightning_memo.estimate.cluster import load_preset
 from lightning_memo.loss.attach_loss import attach_chunked_loss
 from lightning_memo.models import CausalLM
 
-LAYERS, STEPS = 6, 3
 TOKENS, METHOD = int(sys.argv[1]), json.loads(sys.argv[2])
+# The first step by a plan compares all sums. With slices, keys and values return to the device in the second step.
+LAYERS, STEPS = 6, 4 if "slice_tokens" in METHOD else 3
 
 
 class Module(CausalLM):
