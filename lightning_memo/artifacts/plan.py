@@ -229,7 +229,8 @@ class StoragePlan:
     @cached_property
     def keeps_all(self) -> bool:
         """Whether all tensors stay on the device, as in plain training."""
-        return all(call.tokens(ALL, "device") == self.tokens for call in self.calls)
+        kinds = (INPUT, ATTENTION, ALL)
+        return all(call.tokens(kind, "device") == self.tokens for call in self.calls for kind in kinds)
 
     @cached_property
     def stores_attention(self) -> bool:

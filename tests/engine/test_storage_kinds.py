@@ -344,11 +344,18 @@ def test_plans_that_cannot_run_are_refused(llama: ByKind, change: Callable[[Rows
         llama.load_storage(rows)
 
 
-def test_a_plan_of_kinds_is_refused_where_one_alpha_was_asked_for(llama: ByKind) -> None:
+def test_a_plan_of_kinds_is_refused_where_one_alpha_was_asked_for(
+    llama: ByKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llama.load_storage(BASE | {"mlp.up_proj": [("host", 0, 8)]})
-    llama.engine.settings.storage = "alpha"
+    monkeypatch.setattr(llama.engine.settings, "storage", "alpha")
     assert llama.engine.swap is not None and 'storage="kinds"' in llama.engine.why_not(llama.engine.swap)
     assert llama.engine.why_not(alpha_swap(0.5, 4, 64)) == ""
+
+
+def test_a_plan_that_moves_inputs_alone_is_not_plain_training(llama: ByKind) -> None:
+    llama.load_storage(BASE | {"all": [("device", 0, TOKENS)]})
+    assert llama.engine.swap is not None and not llama.engine.swap.plain and llama.engine.memory is not None
 
 
 def test_nested_attention_has_to_be_stored() -> None:
