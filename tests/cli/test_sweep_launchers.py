@@ -31,8 +31,8 @@ last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' "$script")
 SRUN = """#!/usr/bin/env bash
 submit="
 import runpy
-from lightning_memo.cli import launch
-launch._DELAY_SECONDS = 1.0
+from lightning_memo.cli import processes
+processes._DELAY_SECONDS = 1.0
 runpy.run_module('submitit.core._submit', run_name='__main__', alter_sys=True)
 "
 while [[ $1 == --* || $1 == -* ]]; do
