@@ -7,7 +7,7 @@ from dataclasses import replace
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_memo.artifacts.costs import ALL, Budget
-from lightning_memo.artifacts.plan import CallPlan, Plan, PlanMemory, StoragePlan, SwapPlan
+from lightning_memo.artifacts.plan import Plan, SwapPlan
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.parallel.ranks import Ranks
@@ -17,8 +17,6 @@ from lightning_memo.runtime.training_run import TrainingRun
 from lightning_memo.utils.units import format_bytes
 
 _EARLIER = "When the plan was made: "
-
-_NOTHING = StoragePlan(tokens=1, call_classes=(0,), calls=(CallPlan(ranges=()),))
 
 
 class EarlierPlan:
@@ -167,4 +165,5 @@ def _executed_alike(swap: SwapPlan) -> tuple[object, ...]:
         [replace(r, place="host") if r.place == "disk" else r for r in swap.storage.call(number).ranges]
         for number in range(swap.calls)
     ]
-    return replace(swap, storage=_NOTHING, memory=PlanMemory()), swap.storage.tokens, swap.storage.slice_tokens, calls
+    runs = swap.schedule, swap.host_backed, swap.in_flight, swap.attention, swap.precision
+    return *runs, swap.storage.tokens, swap.storage.slice_tokens, calls

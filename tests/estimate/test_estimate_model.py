@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_memo.artifacts.costs import ALL
 from lightning_memo.estimate.cluster import Constants, constants_of, load_cluster, load_model, read_constants
 from lightning_memo.estimate.device_bytes import (
     device_parameters,
@@ -30,6 +31,7 @@ from lightning_memo.estimate.step_times import (
 from lightning_memo.estimate.tables import format_alpha
 from lightning_memo.estimate.training_plan import alpha_plan
 from lightning_memo.planner import solve_alpha
+from lightning_memo.planner.token_slices import plan_of_alpha
 
 RING = Parallelism(tp=4, cp=2, zero_stage=1)
 
@@ -52,9 +54,8 @@ def test_alpha_is_that_of_the_program_that_training_solves() -> None:
     costs, room = estimated_layer_costs(request, RING), device_budget(request, RING)
     solution = solve_alpha(costs, room)
     assert 0.3 < solution.alpha < 0.6
-    assert alpha_plan(request, RING, costs, room, "auto").swap.alpha == pytest.approx(
-        solution.alpha, abs=128 / costs.tokens
-    )
+    whole_tiles = plan_of_alpha(costs.tokens, solution.alpha).share(ALL)
+    assert alpha_plan(request, RING, costs, room, "auto").swap.alpha == whole_tiles
 
 
 @pytest.mark.parametrize("method", ["memo", "full_recompute", "full_swap", "plain"])
