@@ -144,7 +144,7 @@ def test_preferences_with_a_switched_off_adapter_as_the_reference(
     assert len(found[0]) == 8 and found[0][0] == pytest.approx(math.log(2), abs=1e-4)  # the adapter begins as zero
     assert found[0][-1] < found[0][0]
     assert found[1] == pytest.approx(found[0], abs=1.1e-3)  # as printed
-    assert "alpha=0.5" in out
+    assert "alpha=0.4848" in out  # 16 of 33 tokens
 
 
 @pytest.mark.slow  # tests of TRL cover it
