@@ -44,7 +44,7 @@ _ALLOWED_IN_FP8: Final[dict[str, tuple[Any, ...]]] = {
 # The settings that do nothing without repeated layers, or divide these.
 _FOR_LAYERS: Final = (
     "context_parallel_size", "tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size",
-    "alpha", "device_memory", "host_memory", "spill_path", "slice_tokens", "host_backed", "storage", "swap_precision",
+    "alpha", "device_memory", "host_memory", "disk_path", "slice_tokens", "host_backed", "storage", "swap_precision",
     "layers", "attention", "schedule", "plan",
 )  # fmt: skip
 
@@ -57,12 +57,14 @@ _ALLOWED_IN_PIPELINES: Final[dict[str, tuple[Any, ...]]] = {
     "slice_tokens": ("auto",),
     "host_backed": ("auto", "none"),
     "schedule": ("auto", "layer", "nest"),
-    "spill_path": (None,),
+    "disk_path": (None,),
     "plan": (None,),
 }
 
 # Settings of earlier versions, and what to do instead.
 GONE: Final = {
+    "spill_path": "set disk_path to the same folder",
+    "spill_memory": "set disk_memory to the same size",
     "context_parallel_method": "set ulysses_size to 1 (ring), context_parallel_size (ulysses) or a divisor (usp)",
     "check_restored": "leave it out; for errors of memory, see dmesg and nvidia-smi -q -d ECC",
 }
@@ -113,8 +115,8 @@ class MemoConfig:
     plan_memory: bool = True
     device_memory: int | str | None = None
     host_memory: int | str | None = None
-    spill_path: str | None = None
-    spill_memory: int | str | None = None
+    disk_path: str | None = None
+    disk_memory: int | str | None = None
     slice_tokens: int | str = "auto"
     host_backed: str = "auto"
     storage: str = "auto"
@@ -137,7 +139,7 @@ class MemoConfig:
             ValueError: A setting is not allowed.
         """
         settings = {field.name: given[field.name] for field in fields(cls) if field.name in given}
-        paths = {name: str(settings[name]) for name in ("plan", "spill_path") if settings.get(name) is not None}
+        paths = {name: str(settings[name]) for name in ("plan", "disk_path") if settings.get(name) is not None}
         return cls(**settings | paths)
 
     def __post_init__(self) -> None:
@@ -160,7 +162,7 @@ class MemoConfig:
                 raise ValueError(f"{field.name}={getattr(self, field.name)!r} is not a switch: give True or False")
         _check_size("device_memory", self.device_memory)
         _check_size("host_memory", self.host_memory)
-        _check_size("spill_memory", self.spill_memory)
+        _check_size("disk_memory", self.disk_memory)
         self._check_spill()
         _check_layers(self.layers)
         _check_name("plan", self.plan, 'the path of a saved plan, like "plan.json"')
@@ -294,15 +296,15 @@ class MemoConfig:
         return self.storage == "kinds" or (self.storage == "auto" and not self._first_other(_NEEDED_BY_KINDS))
 
     def _check_spill(self) -> None:
-        _check_name("spill_path", self.spill_path, 'a folder on a local disk, like "/nvme/spill"')
-        if self.spill_path is None and self.spill_memory is not None:
-            raise ValueError(f"spill_memory={self.spill_memory!r} is for a disk: give spill_path, the folder there")
+        _check_name("disk_path", self.disk_path, 'a folder on a local disk, like "/disk/spill"')
+        if self.disk_path is None and self.disk_memory is not None:
+            raise ValueError(f"disk_memory={self.disk_memory!r} is for a disk: give disk_path, the folder there")
         streamed = self.host_backed in ("attention", "all") or self.schedule == "slice"
-        if self.spill_path is not None and (streamed or (self.slice_tokens != "auto" and self.host_backed == "auto")):
+        if self.disk_path is not None and (streamed or (self.slice_tokens != "auto" and self.host_backed == "auto")):
             raise ValueError(
-                f'spill_path="{self.spill_path}" needs activations that leave the device by whole layers, and '
+                f'disk_path="{self.disk_path}" needs activations that leave the device by whole layers, and '
                 f"host_backed={self.host_backed!r} with slice_tokens={self.slice_tokens!r} and schedule="
-                f'{self.schedule!r} moves slices: set host_backed="none" and schedule="layer", or leave spill_path out'
+                f'{self.schedule!r} moves slices: set host_backed="none" and schedule="layer", or leave disk_path out'
             )
 
     @property
@@ -318,9 +320,9 @@ class MemoConfig:
         return None if self.device_memory is None else parse_bytes(self.device_memory)
 
     @property
-    def spill_memory_bytes(self) -> int | None:
+    def disk_memory_bytes(self) -> int | None:
         """Disk budget in bytes; `None` if it is to be measured."""
-        return None if self.spill_memory is None else parse_bytes(self.spill_memory)
+        return None if self.disk_memory is None else parse_bytes(self.disk_memory)
 
     @property
     def host_memory_bytes(self) -> int | None:

@@ -39,7 +39,7 @@ from lightning_memo.engine import Engine
 from lightning_memo.engine.fp8_modules import keep_quantized_weights
 from lightning_memo.engine.modules.layer_forward import replace_forward
 from lightning_memo.engine.recurrence import may_hand_states
-from lightning_memo.parallel.batches.divide_batch import check_even
+from lightning_memo.parallel.batches.shard_batch import check_even
 from lightning_memo.parallel.fsdp_units import accumulating
 from lightning_memo.parallel.mesh_precision import MeshPrecision
 from lightning_memo.parallel.parallel_sizes import resolve_sizes
@@ -297,7 +297,7 @@ class DistributedStrategy(CheckpointingStrategy):
         split = self.lightning_module.trainer._accelerator_connector.use_distributed_sampler
         seed_workers(dataloader, self._processes.seeding_rank(dataloader, split))
         shield_workers(dataloader)
-        return self._processes.divide_loader(dataloader, split, self.lightning_module.trainer.predicting)
+        return self._processes.shard_loader(dataloader, split, self.lightning_module.trainer.predicting)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -307,7 +307,7 @@ class DistributedStrategy(CheckpointingStrategy):
             return batch  # each slice of the batch goes to the device when its turn comes
         batch = super().batch_to_device(batch, device, dataloader_idx)
         if self._processes is not None:
-            batch = self._processes.divide_batch(batch, training, self.lightning_module.trainer.predicting)
+            batch = self._processes.shard_batch(batch, training, self.lightning_module.trainer.predicting)
         return batch
 
     @override
@@ -363,7 +363,7 @@ class DistributedStrategy(CheckpointingStrategy):
 
         if max(self.config.context_parallel_size, self.config.pipeline_parallel_size) > 1:
             refuse_fp8_at_calls(model, layers, self.config.why_not_fp8, self._divided)
-        processes.divide_model(
+        processes.shard_model(
             model,
             layers=layers,
             mixed=self.precision_plugin.mixed,

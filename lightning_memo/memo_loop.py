@@ -71,8 +71,8 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
         plan_memory: bool = True,
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
-        spill_path: str | Path | None = None,
-        spill_memory: str | int | None = None,
+        disk_path: str | Path | None = None,
+        disk_memory: str | int | None = None,
         slice_tokens: int | str = "auto",
         host_backed: str = "auto",
         storage: str = "auto",
@@ -295,7 +295,7 @@ class _LoopProcesses:
             return None
         count = dist.get_world_size()
         # Whether the loop shards its state is not known; bytes are measured.
-        ranks = Ranks(f"dp{count} of a loop", processes_on_this_node(), in_step=None, world=True)
+        ranks = Ranks(f"dp{count} of a loop", processes_on_this_node(), slice_group=None, world=True)
         return cls(ParallelSizes(data=count), ranks)
 
 

@@ -82,9 +82,9 @@ class MemoStrategy(DistributedStrategy):
         device_memory: Device memory to plan with, as bytes or text like "40GiB". `None` measures the free memory.
         host_memory: Host memory of a node for swapped activations, shared by its processes, as bytes or text like
             "500GiB". `None` takes 90 % of the free memory, within the limits of the cgroup.
-        spill_path: Folder on a local disk (NVMe) for the activations of layers that do not fit the host. They are
+        disk_path: Folder on a local disk (NVMe) for the activations of layers that do not fit the host. They are
             written to an unnamed file, which disappears when the process ends.
-        spill_memory: Disk space of a node for these activations, shared by its processes. `None` takes 90 % of the
+        disk_memory: Disk space of a node for these activations, shared by its processes. `None` takes 90 % of the
             free space.
         slice_tokens: Largest number of tokens that run through a layer at once. "auto" cuts a layer's input at alpha
             only, and into more slices if a step in one process does not fit the device otherwise.
@@ -155,8 +155,8 @@ class MemoStrategy(DistributedStrategy):
         plan_memory: bool = True,
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
-        spill_path: str | Path | None = None,
-        spill_memory: str | int | None = None,
+        disk_path: str | Path | None = None,
+        disk_memory: str | int | None = None,
         slice_tokens: int | str = "auto",
         host_backed: str = "auto",
         storage: str = "auto",

@@ -53,7 +53,7 @@ class Fitted:
     alpha: float | None = None
     """Fraction of the tokens whose activations were swapped, or None if all stayed on the device."""
     host_bytes: int = 0
-    spill_bytes: int = 0
+    disk_bytes: int = 0
     memory: MemoryUse | None = None
     """How the requests for memory were served, or None if memory was not planned."""
 
@@ -92,7 +92,7 @@ def train(cfg: DictConfig) -> RunSummary:
         tokens_per_second=stats.tokens_per_second,
         step_memory_bytes=fitted.step_memory_bytes,
         host_bytes=fitted.host_bytes,
-        spill_bytes=fitted.spill_bytes,
+        disk_bytes=fitted.disk_bytes,
         arena_bytes=None if fitted.memory is None else fitted.memory.arena_bytes,
         train_loss=stats.train_loss,
         val_loss=fitted.val_loss,
@@ -150,7 +150,7 @@ def _with_swap(fitted: Fitted, swap: SwapPlan) -> Fitted:
         step_memory_bytes=None if peak is None else peak + swap.buffer_bytes,
         alpha=swap.alpha,
         host_bytes=swap.host_bytes,
-        spill_bytes=swap.spill_bytes,
+        disk_bytes=swap.disk_bytes,
     )
 
 

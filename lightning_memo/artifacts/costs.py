@@ -6,10 +6,10 @@ Each kind of tensor may be stored for some tokens; for the other tokens it is re
 - "attention": the attention output and its log-sum-exp. Tokens for which it is not stored run the attention forward
   again. In causal attention the first tokens attend to the fewest keys and are therefore the ones to recompute.
 - a product, by its name: the output of one matrix product. Recomputation of the layer reads it where it is stored.
-- "all": every other tensor that plain training saves (S_others of MEMO, section 4.2). Nothing is recomputed for these
-  tokens. A token is therefore stored either in "all" or in products, and in "all" only with its attention output.
+- "other": every other tensor that plain training saves (S_others of MEMO, section 4.2). Nothing is recomputed for these
+  tokens. A token is therefore stored either in "other" or in products, and in "other" only with its attention output.
 
-MEMO's single alpha is a special case: input and attention are swapped for all tokens, and "all" for a fraction alpha.
+MEMO's single alpha is a special case: input and attention are swapped for all tokens, and "other" for a fraction alpha.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ class LayerCosts:
     backward_device_bytes: int = 0
     """Highest peak in a layer's backward above the fixed bytes, the skeletal and the recomputed activations."""
 
-    spill_write_bytes_per_second: float = 0.0
+    disk_write_bytes_per_second: float = 0.0
     """Bandwidth from device to disk, measured with both directions busy; 0 if there is no disk."""
 
-    spill_read_bytes_per_second: float = 0.0
+    disk_read_bytes_per_second: float = 0.0
     """Bandwidth from disk to device, measured with both directions busy."""
 
     swapped_other_bytes: tuple[int, ...] | None = None
@@ -180,7 +180,7 @@ class Budget:
 
     device_bytes: int
     host_bytes: int
-    spill_bytes: int = 0
+    disk_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_range(self, {})
@@ -194,7 +194,7 @@ MOVED: Final[tuple[Place, ...]] = ("host", "disk")
 """The places for which tensors leave the device, through a rounding buffer."""
 INPUT: Final = "input"
 ATTENTION: Final = "attention"
-ALL: Final = "all"
+OTHER: Final = "other"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,7 +210,7 @@ class Product:
 
     def __post_init__(self) -> None:
         check_range(self, {})
-        if self.name in (INPUT, ATTENTION, ALL):
+        if self.name in (INPUT, ATTENTION, OTHER):
             raise ValueError(
                 f'a product is named "{self.name}", which is the name of another kind of tensor: give it another name'
             )
@@ -227,7 +227,7 @@ class CallCosts:
     input_bytes: int
     attention_bytes: int
     other_bytes: int
-    """Bytes of all tensors of the kind "all", which include the products."""
+    """Bytes of all tensors of the kind "other", which include the products."""
 
     products: tuple[Product, ...]
     forward_seconds: float
@@ -263,7 +263,7 @@ class CallCosts:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Names of all kinds of tensors."""
-        return (INPUT, ATTENTION, ALL, *(product.name for product in self.products))
+        return (INPUT, ATTENTION, OTHER, *(product.name for product in self.products))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -276,7 +276,7 @@ class CallCosts:
         moved = self.swapped_other_bytes
         if place == "device" or moved is None:
             return self.sizes
-        return tuple(moved if kind == ALL else size for kind, size in zip(self.kinds, self.sizes, strict=True))
+        return tuple(moved if kind == OTHER else size for kind, size in zip(self.kinds, self.sizes, strict=True))
 
     @property
     def recompute_seconds(self) -> float:

@@ -12,10 +12,10 @@ from typing import Final, Literal
 
 from lightning_memo.artifacts.buffer_placement import StepPlacement
 from lightning_memo.artifacts.costs import (
-    ALL,
     ATTENTION,
     INPUT,
     MOVED,
+    OTHER,
     PLACES,
     Budget,
     LayerCosts,
@@ -24,24 +24,24 @@ from lightning_memo.artifacts.costs import (
     resident_calls,
 )
 from lightning_memo.artifacts.json_documents import check_range, read_json
-from lightning_memo.artifacts.slot_layouts import SpillLayout, SwapPrecision, whole_blocks
+from lightning_memo.artifacts.slot_layouts import DiskLayout, SwapPrecision, whole_blocks
 from lightning_memo.utils.files import replacing
 
 # Later slices attend to the keys and values of recomputed ones, and continue the states of all.
-_ALPHA_KINDS: Final = {INPUT, ATTENTION, ALL, "key", "value", "state"}
+_ALPHA_KINDS: Final = {INPUT, ATTENTION, OTHER, "key", "value", "state"}
 Resource = Literal[
     "device memory",
     "host memory",
-    "NVMe space",
+    "disk space",
     "offload bandwidth",
     "prefetch bandwidth",
-    "NVMe write bandwidth",
-    "NVMe read bandwidth",
+    "disk write bandwidth",
+    "disk read bandwidth",
 ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NvmeTier:
+class DiskTier:
     """Disk space for activations. Spilled activations also pass over the link between device and host."""
 
     capacity_bytes: int
@@ -61,31 +61,31 @@ class NvmeTier:
 class StorageBudget(Budget):
     """Memory that one process may use: all its device bytes, and host and NVMe bytes for activations."""
 
-    nvme: NvmeTier | None = None
+    disk: DiskTier | None = None
 
     @classmethod
     def of(cls, budget: Budget, costs: LayerCosts) -> StorageBudget:
         """Add the measured bandwidths of the disk to a budget.
 
         Args:
-            budget: Capacities; without `spill_bytes` there is no disk.
+            budget: Capacities; without `disk_bytes` there is no disk.
             costs: Has the bandwidths of the disk.
         """
-        nvme = None
-        if budget.spill_bytes:
-            nvme = NvmeTier(
-                capacity_bytes=budget.spill_bytes,
-                write_bytes_per_second=costs.spill_write_bytes_per_second,
-                read_bytes_per_second=costs.spill_read_bytes_per_second,
+        disk = None
+        if budget.disk_bytes:
+            disk = DiskTier(
+                capacity_bytes=budget.disk_bytes,
+                write_bytes_per_second=costs.disk_write_bytes_per_second,
+                read_bytes_per_second=costs.disk_read_bytes_per_second,
             )
         return cls(
-            device_bytes=budget.device_bytes, host_bytes=budget.host_bytes, spill_bytes=budget.spill_bytes, nvme=nvme
+            device_bytes=budget.device_bytes, host_bytes=budget.host_bytes, disk_bytes=budget.disk_bytes, disk=disk
         )
 
     @property
     def capacities(self) -> Budget:
         """The budget without the bandwidths of the disk."""
-        return Budget(device_bytes=self.device_bytes, host_bytes=self.host_bytes, spill_bytes=self.spill_bytes)
+        return Budget(device_bytes=self.device_bytes, host_bytes=self.host_bytes, disk_bytes=self.disk_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,19 +151,19 @@ class StorageNeeds:
     """Part of `device_bytes` for the two rounding buffers."""
 
     host_bytes: int
-    nvme_bytes: int
+    disk_bytes: int
 
     def __post_init__(self) -> None:
         check_range(self, {})
 
     def fits(self, budget: StorageBudget) -> bool:
         """Whether no memory needs more than its budget."""
-        nvme_bytes = budget.nvme.capacity_bytes if budget.nvme else 0
-        on_host = self.host_bytes <= budget.host_bytes and self.nvme_bytes <= nvme_bytes
+        disk_bytes = budget.disk.capacity_bytes if budget.disk else 0
+        on_host = self.host_bytes <= budget.host_bytes and self.disk_bytes <= disk_bytes
         return on_host and self.device_bytes <= budget.device_bytes
 
 
-NO_NEEDS: Final = StorageNeeds(step_seconds=0.0, device_bytes=0, rounding_bytes=0, host_bytes=0, nvme_bytes=0)
+NO_NEEDS: Final = StorageNeeds(step_seconds=0.0, device_bytes=0, rounding_bytes=0, host_bytes=0, disk_bytes=0)
 """Needs of a plan whose time and memory are not known, or do not matter."""
 
 
@@ -229,7 +229,7 @@ class StoragePlan:
     @cached_property
     def keeps_all(self) -> bool:
         """Whether all tensors stay on the device, as in plain training."""
-        kinds = (INPUT, ATTENTION, ALL)
+        kinds = (INPUT, ATTENTION, OTHER)
         return all(call.tokens(kind, "device") == self.tokens for call in self.calls for kind in kinds)
 
     @cached_property
@@ -242,7 +242,7 @@ class StoragePlan:
         """Whether it swaps inputs, attention outputs and all tensors of the first tokens, and nothing else."""
         return all(
             call.tokens(INPUT, *MOVED) == call.tokens(ATTENTION, *MOVED) == self.tokens
-            and all(r.place != "device" and (r.kind != ALL or r.start == 0) for r in call.ranges)
+            and all(r.place != "device" and (r.kind != OTHER or r.start == 0) for r in call.ranges)
             and {r.kind for r in call.ranges} <= _ALPHA_KINDS
             for call in self.calls
         )
@@ -251,11 +251,11 @@ class StoragePlan:
         """Largest number of bytes that the backward of a slice computes again.
 
         Args:
-            other_bytes: For each layer call, bytes of all tensors of the kind "all".
+            other_bytes: For each layer call, bytes of all tensors of the kind "other".
         """
         most = 0
         for number, size in enumerate(other_bytes):
-            again = self.tokens - self.call(number).tokens(ALL)
+            again = self.tokens - self.call(number).tokens(OTHER)
             most = max(most, -(-size * min(again, self.slice_tokens or again) // self.tokens))
         return most
 
@@ -277,7 +277,7 @@ class PlanMemory:
     host: int = 0
     """Host bytes of all layer calls, without the bounce buffers of the disk."""
 
-    spill: tuple[int, ...] = ()
+    disk: tuple[int, ...] = ()
     """Disk bytes of each layer call, if it leaves the device; empty if none uses the disk."""
 
     kept: int = 0
@@ -326,10 +326,10 @@ class SwapPlan:
         check_range(self, {"in_flight": 1})
         if self.calls > MOST_CALLS:  # sizes are sums over the calls
             raise ValueError(f"storage.call_classes has {self.calls} layer calls, and must have at most {MOST_CALLS}")
-        if len(self.memory.spill) not in (0, self.calls):
-            raise ValueError(f"memory.spill must have an entry for each of the {self.calls} layer calls, or none")
-        if self.streamed and self.spilled_calls:
-            raise ValueError("memory.spill must be empty if host_backed is not none: slots of slices use no disk")
+        if len(self.memory.disk) not in (0, self.calls):
+            raise ValueError(f"memory.disk must have an entry for each of the {self.calls} layer calls, or none")
+        if self.streamed and self.disk_calls:
+            raise ValueError("memory.disk must be empty if host_backed is not none: slots of slices use no disk")
 
     @property
     def calls(self) -> int:
@@ -344,12 +344,12 @@ class SwapPlan:
     @property
     def alpha(self) -> float:
         """Fraction of the tokens of all layer calls whose tensors are all swapped."""
-        return self.storage.share(ALL, *MOVED)
+        return self.storage.share(OTHER, *MOVED)
 
     @property
     def recomputed(self) -> float:
         """Fraction of the tokens of all layer calls of which tensors are computed again."""
-        return 1.0 - self.storage.share(ALL)
+        return 1.0 - self.storage.share(OTHER)
 
     @property
     def streamed(self) -> bool:
@@ -372,28 +372,28 @@ class SwapPlan:
         return self.calls if self.streamed else self.calls - resident_calls(self.calls, self.in_flight)
 
     @cached_property
-    def spilled_calls(self) -> tuple[int, ...]:
+    def disk_calls(self) -> tuple[int, ...]:
         """The layer calls that use the disk."""
-        return tuple(call for call in range(self.swapped_calls) if self.disk_bytes(call))
+        return tuple(call for call in range(self.swapped_calls) if self.slot_disk_bytes(call))
 
-    def disk_bytes(self, call: int) -> int:
+    def slot_disk_bytes(self, call: int) -> int:
         """Bytes of a layer call's slot that go to the disk."""
-        return self.memory.spill[call % self.calls] if self.memory.spill else 0
+        return self.memory.disk[call % self.calls] if self.memory.disk else 0
 
     @property
     def host_bytes(self) -> int:
         """Host bytes for swapped activations: slots, and the bounce buffers of the disk."""
-        return self.memory.host + self.spill_layout.bounce_bytes
+        return self.memory.host + self.disk_layout.bounce_bytes
 
     @property
-    def spill_layout(self) -> SpillLayout:
+    def disk_layout(self) -> DiskLayout:
         """Layout of the largest spilled slot."""
-        return SpillLayout(max(map(self.disk_bytes, range(self.swapped_calls)), default=0))
+        return DiskLayout(max(map(self.slot_disk_bytes, range(self.swapped_calls)), default=0))
 
     @property
-    def spill_bytes(self) -> int:
+    def disk_bytes(self) -> int:
         """Disk bytes of all layer calls."""
-        return sum(whole_blocks(self.disk_bytes(call)) for call in range(self.swapped_calls))
+        return sum(whole_blocks(self.slot_disk_bytes(call)) for call in range(self.swapped_calls))
 
     @property
     def buffer_bytes(self) -> int:

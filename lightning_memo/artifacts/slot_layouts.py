@@ -20,7 +20,7 @@ WIDE_SCALE_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class SpillLayout:
+class DiskLayout:
     """Sizes of the file region and the bounce buffers of a slot.
 
     A slot passes through bounce buffers in host memory in chunks. The write buffers hold a whole slot, so that it can

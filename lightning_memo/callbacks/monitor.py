@@ -165,7 +165,7 @@ def plan_metrics(plan: Plan | None) -> dict[str, float]:
     again = sum(round(swap.recomputed * size) for size in costs.other_bytes)
     return {
         "memo/alpha": swap.alpha,
-        "memo/swapped_bytes": float(swap.host_bytes + swap.spill_bytes),
+        "memo/swapped_bytes": float(swap.host_bytes + swap.disk_bytes),
         "memo/recomputed_bytes": float(again),
     }
 

@@ -45,7 +45,7 @@ class RunSummary:
     """Peak device memory of a step, gradients included, without parameters and optimizer state."""
     host_bytes: int | None = None
     """Host memory that holds swapped activations."""
-    spill_bytes: int | None = None
+    disk_bytes: int | None = None
     """Disk space that holds swapped activations for which host memory is too small."""
     arena_bytes: int | None = None
     """Size of the planned memory arena, or None if memory was not planned."""

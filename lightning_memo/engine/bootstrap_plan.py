@@ -79,7 +79,7 @@ def bootstrap_plan(
     if host_backed != "none":
         memory = host_backed_bytes(engine, calls, slices, host_backed).memory
         return replace(swap, memory=memory, schedule=engine.layer_classes.schedule, host_backed=host_backed)
-    if engine.settings.storage != "alpha" and not (traits.why_whole or traits.why_nest):
+    if engine.settings.storage != "alpha" and not (traits.unsliceable or traits.needs_full_attention):
         storage = _without_attention(swap, saved, traits.tokens, slices, most_host_bytes)
     return replace(swap, storage=storage, memory=memory_of_plan(storage, calls, swap.swapped_calls, multiple=multiple))
 

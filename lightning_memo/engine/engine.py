@@ -19,17 +19,17 @@ from lightning_memo.engine.attention.attention_selector import AttentionSelector
 from lightning_memo.engine.attention.hugging_face import attach_attention
 from lightning_memo.engine.attention.sliced_attention import StreamedAttention, StreamedUlysses
 from lightning_memo.engine.bootstrap_plan import bootstrap_plan
-from lightning_memo.engine.forward.as_written import run_as_written
+from lightning_memo.engine.forward.as_written import run_eager
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.refuse_checkpointing import refuse_checkpoint_around
-from lightning_memo.engine.layers.argument_containers import Run, dicts_apart, taken_apart
+from lightning_memo.engine.layers.argument_containers import Run, dicts_apart, unpack_container_arguments
 from lightning_memo.engine.layers.call_meter import CallPosition
 from lightning_memo.engine.layers.call_storage import StoragePolicy
 from lightning_memo.engine.layers.layer_run import run_of_call
 from lightning_memo.engine.layers.pending_calls import MicroBatches, PendingCalls
 from lightning_memo.engine.layers.step_profile import StepProfile
-from lightning_memo.engine.layers.token_sharing import SequenceCutter, TokenSharing, check_bounds, divided_by_slices
+from lightning_memo.engine.layers.token_sharing import SequenceCutter, TokenSharing, check_bounds, has_global_slices
 from lightning_memo.engine.loaded_plan import (
     PlanLimits,
     allocate_slots,
@@ -39,16 +39,16 @@ from lightning_memo.engine.loaded_plan import (
     why_made_for_others,
 )
 from lightning_memo.engine.memory.block_reader import BlockReader
-from lightning_memo.engine.memory.lazy_tensor import LazyTensor, real
+from lightning_memo.engine.memory.offloaded_tensor import OffloadedTensor, real
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.modules.layer_classes import LayerClasses, RequestedSettings
-from lightning_memo.engine.modules.layer_forward import needs_grad, replace_forward, rest_compiled, why_reads_cache
+from lightning_memo.engine.modules.layer_forward import disable_compile, needs_grad, replace_forward, why_reads_cache
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.modules.slice_comparison import SliceComparison
 from lightning_memo.engine.modules.token_local_modules import attach_lazy_inputs, attach_rotary
-from lightning_memo.engine.recurrence import HandedStates, StateCall, handing
+from lightning_memo.engine.recurrence import RecurrentStates, StateCall, handing
 from lightning_memo.engine.saved_tensors.offload_group import OffloadGroups
-from lightning_memo.engine.saved_tensors.parked_arguments import parkable
+from lightning_memo.engine.saved_tensors.offloaded_arguments import parkable
 from lightning_memo.engine.sliced_model.sliced_layer_calls import SequenceRun, find_causal_lm, run_slice
 from lightning_memo.engine.sliced_model.sliced_model import SlicedModel
 from lightning_memo.engine.slices.slice_schedules import run_schedule, run_without_backward
@@ -59,7 +59,7 @@ from lightning_memo.utils.class_names import class_name
 
 
 def run_whole(
-    attention: AttentionSelector, handed: HandedStates, call: LayerCall, x: Tensor, forward: Callable[[], Any]
+    attention: AttentionSelector, handed: RecurrentStates, call: LayerCall, x: Tensor, forward: Callable[[], Any]
 ) -> Any:
     """Run a layer, whose attention and recurrences need the tokens of other processes, and return what it returns.
 
@@ -141,7 +141,9 @@ class Engine:
         self.recorder = TimelineRecorder(device)
         self.cutter = SequenceCutter(self.sharing, self.settings)
         context = self.sharing.context
-        self.attention = AttentionSelector(self.settings.attention, context, self.cutter.outside, self.sharing.ranks)
+        self.attention = AttentionSelector(
+            self.settings.attention, context, self.cutter.global_slices, self.sharing.ranks
+        )
         self.layer_classes = LayerClasses(self.layers, self.attention.backend, self.settings)
         self.comparison = SliceComparison(self.layer_classes, self.settings)
         self.limits = PlanLimits(self.settings)
@@ -162,8 +164,10 @@ class Engine:
     def attach(self) -> None:
         """Replace the forward methods of the layers with the engine's."""
         longest, current = self.settings.slice_tokens or 1, self.sharing.current_layout
-        self.resting, self._undo = rest_compiled(self._model, self.layers, self.settings.states_on_host)
-        run = functools.partial(self._run, taken_apart(dicts_apart(functools.partial(run_as_written, self._run_call))))
+        self.resting, self._undo = disable_compile(self._model, self.layers, self.settings.states_on_host)
+        run = functools.partial(
+            self._run, unpack_container_arguments(dicts_apart(functools.partial(run_eager, self._run_call)))
+        )
         self._undo.extend(replace_forward(layer, run) for layer in self.layers)
         self._undo += attach_attention(self._model, current)
         self._undo += attach_rotary(self._model, self.layers, current)
@@ -196,7 +200,7 @@ class Engine:
 
         Raises:
             ValueError: The plan was made for other settings.
-            SpillError: The disk does not have the space for what the plan spills. The next forward is then profiled.
+            DiskError: The disk does not have the space for what the plan spills. The next forward is then profiled.
         """
         if why := self.why_not(swap):
             raise ValueError(f"the plan cannot run here: {why}")
@@ -210,7 +214,7 @@ class Engine:
 
     def why_not(self, swap: SwapPlan) -> str:
         """Return why layers cannot run by a plan that was made for other settings; empty if they can."""
-        outside = None if self.sharing.context is None else self.cutter.outside
+        outside = None if self.sharing.context is None else self.cutter.global_slices
         return why_made_for_others(swap, self.settings, outside) or self.attention.why_not(swap.attention)
 
     def unload(self) -> None:
@@ -255,7 +259,7 @@ class Engine:
             return tuple(part.stop for part in self.cutter.recomputed(tokens, longest)) if longest else ()
         if self.swap is None or self.swap.plain:
             return ()
-        traits = next((traits for traits in self.layer_classes if traits.why_whole), self.layer_classes.agreed)
+        traits = next((traits for traits in self.layer_classes if traits.unsliceable), self.layer_classes.agreed)
         return tuple(part.stop for part in self.slices_for(traits, tokens))
 
     def slices_for(self, traits: LayerTraits, tokens: int, key: int = 0) -> tuple[TokenRange, ...]:
@@ -264,7 +268,9 @@ class Engine:
         return planned_slices(self.swap, self.cutter, key, tokens, self._runs_whole(self.swap, traits))
 
     def _runs_whole(self, swap: SwapPlan, traits: LayerTraits) -> bool:
-        return runs_whole(swap, traits.why_whole or self.layer_classes.agreed.why_whole, traits.why_nest)
+        return runs_whole(
+            swap, traits.unsliceable or self.layer_classes.agreed.unsliceable, traits.needs_full_attention
+        )
 
     # ---- one layer call
 
@@ -329,23 +335,23 @@ class Engine:
         Raises:
             ValueError: Only slices of the tokens are there.
         """
-        if self.sequence or divided_by_slices(self.sharing.current_layout.layout):
+        if self.sequence or has_global_slices(self.sharing.current_layout.layout):
             raise ValueError(
                 f"{class_name(layer)} runs on one slice of the tokens after the other, and cannot run as in plain "
                 f'training, but {why}: use schedule="layer" without context_parallel_size, or change this'
             )
         self._warn(f"{class_name(layer)} runs as in plain training, because {why}")
         self.ran_plainly = True
-        return self._run_plainly(layer, forward, *tree_map_only(LazyTensor, real, (args, kwargs)))
+        return self._run_plainly(layer, forward, *tree_map_only(OffloadedTensor, real, (args, kwargs)))
 
     def _run_plainly(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a layer as it is; its attention may need the tokens of other processes or of earlier slices."""
-        lazy = any(isinstance(t, LazyTensor) for t in tree_leaves((args, kwargs)))
+        lazy = any(isinstance(t, OffloadedTensor) for t in tree_leaves((args, kwargs)))
         if not self.settings.divided and not lazy:
             return forward(*args, **kwargs)
         x, call = self.sharing.read_call(layer, forward, args, kwargs)
         streamed = self.swap is None or self.swap.streamed
-        if not (divided_by_slices(call.layout) or (isinstance(x, LazyTensor) and streamed)):
+        if not (has_global_slices(call.layout) or (isinstance(x, OffloadedTensor) and streamed)):
             self.layer_classes.of(call, x)
             handed = self.sharing.handed_states(call.layout)
             return run_whole(self.attention, handed, call, x, functools.partial(forward, *args, **kwargs))
@@ -368,13 +374,15 @@ class Engine:
             traits = self.layer_classes.of(call, x)
         if (traits := self.sharing.agreed(traits, x.device)) is not own:
             slices = self.slices_for(traits, tokens, key)
-        self.settings.check(traits, tokens, divided_by_slices(call.layout))
+        self.settings.check(traits, tokens, has_global_slices(call.layout))
         if self._runs_whole(swap, traits) and not swap.storage.has_one_alpha:
             self.limits.exceed()  # slots and rounding buffers were planned for slices
         self.mark(key, "forward_begin", Subject(key))
         check_bounds(call.layout, slices)
-        leaves, fp8 = swap.streamed or key < swap.swapped_calls, swap.precision == "fp8" and not traits.why_whole
-        policy = StoragePolicy(self.memory, leaves, swap.streamed, swap.disk_bytes(key), swap.host_backed == "all", fp8)
+        leaves, fp8 = swap.streamed or key < swap.swapped_calls, swap.precision == "fp8" and not traits.unsliceable
+        policy = StoragePolicy(
+            self.memory, leaves, swap.streamed, swap.slot_disk_bytes(key), swap.host_backed == "all", fp8
+        )
         run = run_of_call(self, call, x, CallPosition(key, key), slices, policy, traits)
         self.limits.begin_call(key, call.batch * call.tokens)
         if self.profile is not None:
@@ -392,7 +400,7 @@ class Engine:
         self.comparison.begin_profile()
         with self.attention.choosing():
             traits = self.sharing.agreed(self.layer_classes.of(call, x), x.device)
-        sliced = self.cutter.outside or self.sequence is not None
+        sliced = self.cutter.global_slices or self.sequence is not None
         backing = self.settings.backing(traits, call.tokens, sliced)
         slices = self.cutter.recomputed(call.tokens, self.settings.profiled_slice_tokens(traits))
         if self.sequence is not None:

@@ -15,9 +15,9 @@ from torch import nn
 
 from lightning_memo.engine.fp8_state import (
     PACKAGE,
-    engine_modules,
     fp8_manager,
     is_in_fp8,
+    te_modules,
     why_other_version,
 )
 from lightning_memo.utils.class_names import class_name
@@ -68,7 +68,7 @@ class Fp8Check:
         Raises:
             ValueError: It would run in FP8, and the release, the recipe, a module or a setting is not supported.
         """
-        modules = engine_modules(layer) if is_in_fp8() else []
+        modules = te_modules(layer) if is_in_fp8() else []
         if not modules:
             return
         if why := why_other_version():
@@ -110,7 +110,7 @@ def refused_beside(name: str, why: str) -> ValueError:
 
 def why_scaled_by_engine(module: nn.Module) -> str:
     """Return why a module runs on all tokens at once, if modules of TransformerEngine in it compute in FP8 now."""
-    found = [m for m in engine_modules(module) if not is_norm(m)] if is_in_fp8() else []
+    found = [m for m in te_modules(module) if not is_norm(m)] if is_in_fp8() else []
     if not found:
         return ""
     what = class_name(found[0]) + ("" if found[0] is module else f" of {class_name(module)}")
@@ -261,7 +261,7 @@ def keep_quantized_weights(module: nn.Module) -> None:
     Args:
         module: The module that is trained. None of its weights is sharded.
     """
-    for m in engine_modules(module):
+    for m in te_modules(module):
         if hasattr(type(m), "is_fsdp2"):
             m._is_fsdp2 = False  # type: ignore[assignment]
 

@@ -54,7 +54,7 @@ def is_in_fp8() -> bool:
     return manager is not None and bool(manager.is_fp8_enabled() or manager.is_fp8_calibration())
 
 
-def engine_modules(module: nn.Module) -> list[nn.Module]:
+def te_modules(module: nn.Module) -> list[nn.Module]:
     """Return the modules of TransformerEngine in a module, those of derived classes, too."""
     return [m for m in module.modules() if any(c.__module__.partition(".")[0] == PACKAGE for c in type(m).__mro__)]
 
@@ -141,7 +141,7 @@ class Fp8State:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = engine_modules(module) if fp8_manager() is not None else []
+        self._modules = te_modules(module) if fp8_manager() is not None else []
         self._process = _NotedGlobalState() if self._modules else None
         self._scales = _NotedScales(self._modules)
 
@@ -224,7 +224,7 @@ class ForwardFp8:
         manager = fp8_manager()
         if not hasattr(manager, "get_autocast_state"):  # of an older release, with which FP8 is refused
             return None
-        modules = engine_modules(layer)
+        modules = te_modules(layer)
         return cls(modules) if modules else None
 
     @contextlib.contextmanager

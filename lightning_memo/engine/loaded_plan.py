@@ -10,8 +10,8 @@ from lightning_memo.artifacts.costs import INPUT
 from lightning_memo.artifacts.plan import SwapPlan
 from lightning_memo.engine.layers.token_sharing import SequenceCutter
 from lightning_memo.engine.memory.block_reader import BlockReader
+from lightning_memo.engine.memory.disk import DiskStore
 from lightning_memo.engine.memory.slot_memory import SlotMemory
-from lightning_memo.engine.memory.spill import Spill
 from lightning_memo.engine.modules.layer_classes import RequestedSettings
 from lightning_memo.engine.timeline_recorder import TimelineRecorder
 from lightning_memo.planner.token_slices import RECOMPUTED, TokenRange, why_not_stored
@@ -35,14 +35,14 @@ def allocate_slots(
         most_host_bytes: Upper limit of host memory. Memory of the device stands in for the rest.
 
     Raises:
-        SpillError: The disk does not have the space for what the plan spills.
+        DiskError: The disk does not have the space for what the plan spills.
     """
     spill = None
-    if settings.spill_path is not None and swap.spill_bytes:
-        spill = Spill(settings.spill_path, swap.spill_bytes, swap.spill_layout, device, settings.test_mode, recorder)
+    if settings.disk_path is not None and swap.disk_bytes:
+        spill = DiskStore(settings.disk_path, swap.disk_bytes, swap.disk_layout, device, settings.test_mode, recorder)
     memory, host_bytes = swap.memory, swap.host_bytes
     if most_host_bytes < host_bytes:
-        others = memory.gradients + memory.states + swap.spill_layout.bounce_bytes
+        others = memory.gradients + memory.states + swap.disk_layout.bounce_bytes
         size = max((memory.host - memory.gradients - memory.states) // max(swap.swapped_calls, 1), 1)
         host_bytes = others + max(int(most_host_bytes) - others, 0) // size * size
     return SlotMemory(
@@ -75,20 +75,22 @@ def why_made_for_others(swap: SwapPlan, settings: RequestedSettings, sliced_outs
         return why
     if sliced_outside is not None and swap.streamed != sliced_outside:
         return f'it was made for host_backed="{swap.host_backed}"'
-    if swap.spill_bytes and settings.spill_path is None:
-        return f"it spills {format_bytes(swap.spill_bytes)} to a disk, and no spill_path is given"
+    if swap.disk_bytes and settings.disk_path is None:
+        return f"it spills {format_bytes(swap.disk_bytes)} to a disk, and no disk_path is given"
     return ""
 
 
-def runs_whole(swap: SwapPlan, why_whole: str, why_nest: str) -> bool:
+def runs_whole(swap: SwapPlan, unsliceable: str, needs_full_attention: str) -> bool:
     """Return whether a layer runs as one slice although a plan may cut its input.
 
     Args:
         swap: The plan.
-        why_whole: Why the layer has to run as one slice; empty if it can be cut.
-        why_nest: Why its attention cannot run slice after slice; empty if it can.
+        unsliceable: Why the layer has to run as one slice; empty if it can be cut.
+        needs_full_attention: Why its attention cannot run slice after slice; empty if it can.
     """
-    return bool(why_whole) or (bool(why_nest) and not swap.storage.stores_attention and swap.schedule != "nest")
+    return bool(unsliceable) or (
+        bool(needs_full_attention) and not swap.storage.stores_attention and swap.schedule != "nest"
+    )
 
 
 def planned_slices(

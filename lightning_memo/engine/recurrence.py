@@ -245,7 +245,7 @@ def _functions_of(kind: type[nn.Module]) -> tuple[tuple[ModuleType, str], ...]:
     )
 
 
-class HandedStates:
+class RecurrentStates:
     """The states of a layer's recurrences, which its slices share.
 
     Args:
@@ -354,7 +354,7 @@ class _Start(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, states: HandedStates, number: int, source: StateLink | None, *given: Tensor
+        ctx: Any, states: RecurrentStates, number: int, source: StateLink | None, *given: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.states, ctx.number, ctx.source, ctx.shape = states, number, source, StateShape.of(given[0])
         ctx.set_materialize_grads(False)
@@ -371,7 +371,7 @@ class _End(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, states: HandedStates, number: int, target: StateLink | None, out: Tensor, end: Tensor
+        ctx: Any, states: RecurrentStates, number: int, target: StateLink | None, out: Tensor, end: Tensor
     ) -> Tensor:
         ctx.states, ctx.number, ctx.target, ctx.shape = states, number, target, StateShape.of(end)
         ctx.set_materialize_grads(False)

@@ -104,7 +104,7 @@ def read_settings(settings: Mapping[str, Any], model: str) -> CommandSettings:
         zero_communication=_choice("zero_communication", settings["zero_communication"], get_args(ZeroCommunication)),
         swap_precision=_choice("swap_precision", settings["swap_precision"], get_args(SwapPrecision)),
         slices=_slices(settings),
-        spill_bytes=_spill_bytes(settings["spill_memory"]),
+        disk_bytes=_spill_bytes(settings["disk_memory"]),
     )
     check_request(request)
     return CommandSettings(
@@ -171,7 +171,7 @@ def _spill_bytes(value: Any) -> int:
     try:
         return parse_bytes(value)
     except ValueError as error:
-        raise ValueError(f"spill_memory: {error}") from None
+        raise ValueError(f"disk_memory: {error}") from None
 
 
 def _slices(settings: Mapping[str, Any]) -> Slices | None:

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any, Final
 
 from lightning_memo.artifacts.costs import (
-    ALL,
     ATTENTION,
     INPUT,
+    OTHER,
     PLACES,
     Budget,
     CallCosts,
@@ -57,7 +57,7 @@ def estimated_layer_costs(request: EstimateRequest, parallel: Parallelism) -> La
     if request.swap_precision != "exact":
         in_backward += alive * restored_bytes_per_token(request, parallel)
     # All devices of a node share its disk.
-    write, read = (getattr(request.cluster, name) or 0.0 for name in DISK) if request.spill_bytes else (0.0, 0.0)
+    write, read = (getattr(request.cluster, name) or 0.0 for name in DISK) if request.disk_bytes else (0.0, 0.0)
     return LayerCosts(
         batch=1,
         tokens=tokens,
@@ -68,8 +68,8 @@ def estimated_layer_costs(request: EstimateRequest, parallel: Parallelism) -> La
         fixed_device_bytes=_fixed_bytes(request, parallel),
         transient_device_bytes=transient,
         backward_device_bytes=in_backward,
-        spill_write_bytes_per_second=write / devices_per_host(request),
-        spill_read_bytes_per_second=read / devices_per_host(request),
+        disk_write_bytes_per_second=write / devices_per_host(request),
+        disk_read_bytes_per_second=read / devices_per_host(request),
     )
 
 
@@ -190,7 +190,7 @@ def device_budget(request: EstimateRequest, parallel: Parallelism) -> Budget:
             / devices_per_host(request)
             / sequences_in_flight(request, parallel)
         ),
-        spill_bytes=request.spill_bytes // devices_per_host(request),
+        disk_bytes=request.disk_bytes // devices_per_host(request),
     )
 
 
@@ -292,7 +292,7 @@ def recomputed_work(request: EstimateRequest, parallel: Parallelism, plan: Plan)
 def _recomputed_flops(request: EstimateRequest, stored: CallPlan, tokens: int) -> float:
     """FLOPs of the recomputation of a layer, without those of adapters. Those of experts have no name in a plan."""
     shape, processes = request.shape, request.seq_len // tokens
-    whole = stored.tokens(ALL)
+    whole = stored.tokens(OTHER)
     flops = shape.attention_flops(processes * (tokens - stored.tokens(ATTENTION)))
     if shape.experts > 1:
         flops += 2.0 * shape.active_experts * shape.ffn_parameters * processes * (tokens - whole)
@@ -307,14 +307,14 @@ def shares_by_place(plan: Plan) -> Storage:
     """Return what becomes of each kind of tensor, in shares of the tokens of all layer calls that have it."""
     storage, costs = plan.swap.storage, plan.storage_costs
     assert costs is not None
-    places = PLACES if plan.swap.spill_bytes else PLACES[:2]
+    places = PLACES if plan.swap.disk_bytes else PLACES[:2]
     shares: Storage = {}
     calls = dict.fromkeys((kind for call in costs.classes for kind in call.kinds), 0)
     for call, stored, count in zip(costs.classes, storage.calls, costs.class_calls, strict=True):
         for kind in call.kinds:
             own: dict[str, float] = {place: stored.tokens(kind, place) / costs.tokens for place in places}
-            product = kind not in (INPUT, ATTENTION, ALL)
-            with_others = stored.tokens(ALL) / costs.tokens if product else 0.0
+            product = kind not in (INPUT, ATTENTION, OTHER)
+            with_others = stored.tokens(OTHER) / costs.tokens if product else 0.0
             own["recompute"] = 1.0 - sum(own.values()) - with_others
             calls[kind] += count
             sums = shares.setdefault(kind, dict.fromkeys(own, 0.0))

@@ -25,7 +25,7 @@ Status = Literal["ok", "oom", "oohm"]
 Storage = dict[str, dict[str, float]]
 """Shares of the tokens for which each kind of tensor is kept on the device ("device"), swapped to the host ("host"),
 spilled to a disk ("disk") and recomputed ("recompute"). Kinds are "input", "attention", the outputs of matrix products
-by the names of their modules, and "all" for all other tensors."""
+by the names of their modules, and "other" for all other tensors."""
 ZeroCommunication = Literal["none", "int8", "int4"]
 Method = Literal["memo", "full_recompute", "full_swap", "plain"]
 _SUCCESSORS: Final = {
@@ -154,7 +154,7 @@ class EstimateRequest:
     slices: Slices | None = None
     """Settings for layers that run slice by slice, or None to run layers on whole sequences."""
 
-    spill_bytes: int = 0
+    disk_bytes: int = 0
     """Disk space per node for layer calls that do not fit in host memory."""
 
     stage: int = 0
@@ -283,8 +283,8 @@ def why_not_parallel(request: EstimateRequest, parallel: Parallelism) -> str:
         return "models whose layers differ are estimated without pipeline parallelism: pp must be 1"
     if request.slices is not None and parallel.tp * parallel.cp * parallel.pp > 1:
         return "slices are estimated for data parallelism only: tp, cp and pp must be 1"
-    if request.spill_bytes and parallel.pp > 1:
-        return "spill_memory is estimated without pipeline parallelism: pp must be 1"
+    if request.disk_bytes and parallel.pp > 1:
+        return "disk_memory is estimated without pipeline parallelism: pp must be 1"
     if why_not := _why_not_staged(parallel):
         return why_not
     if request.zero_communication != "none" and parallel.zero_stage == 0:
@@ -325,7 +325,7 @@ def check_request(request: EstimateRequest) -> None:
             f"swap_precision={request.swap_precision} is estimated for methods that swap: leave it out, or give "
             "method=memo"
         )
-    if request.spill_bytes and not why_not:
+    if request.disk_bytes and not why_not:
         why_not = _why_not_spilled(request)
     if request.slices is not None and not why_not:
         why_not = _why_not_sliced(request)
@@ -335,12 +335,12 @@ def check_request(request: EstimateRequest) -> None:
 
 def _why_not_spilled(request: EstimateRequest) -> str:
     if request.method != "memo":
-        return "spill_memory is estimated only for method=memo: leave it out"
+        return "disk_memory is estimated only for method=memo: leave it out"
     if request.slices is not None:
-        return "spill_memory is estimated only for layers that run on whole sequences: leave it or slice_tokens out"
+        return "disk_memory is estimated only for layers that run on whole sequences: leave it or slice_tokens out"
     if request.cluster.disk_write_bandwidth is None or request.cluster.disk_read_bandwidth is None:
         return (
-            "spill_memory: give cluster.disk_write_bandwidth and cluster.disk_read_bandwidth too, "
+            "disk_memory: give cluster.disk_write_bandwidth and cluster.disk_read_bandwidth too, "
             "for example 4GB and 6GB"
         )
     return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from lightning_memo.artifacts.costs import ALL, ATTENTION, INPUT, LayerCosts
+from lightning_memo.artifacts.costs import ATTENTION, INPUT, OTHER, LayerCosts
 from lightning_memo.artifacts.plan import Plan, PlanMemory, SwapPlan
 from lightning_memo.estimate.device_bytes import (
     device_state_bytes,
@@ -55,7 +55,7 @@ from lightning_memo.planner.step_time import step_seconds
 from lightning_memo.planner.token_slices import plan_of_alpha
 from lightning_memo.utils.units import format_bytes
 
-_KINDS = {INPUT: "layer inputs", ATTENTION: "attention outputs", ALL: "all other tensors"}
+_KINDS = {INPUT: "layer inputs", ATTENTION: "attention outputs", OTHER: "all other tensors"}
 _PLACES = {"device": "kept on the device", "host": "swapped", "disk": "on the disk", "recompute": "recomputed"}
 _LEAST = 0.0005
 
@@ -181,7 +181,7 @@ def _missing_on_device(request: EstimateRequest, parallel: Parallelism, total: i
 
 def _missing_on_host(request: EstimateRequest, parallel: Parallelism, needed_bytes: int) -> str:
     each = devices_per_host(request) * sequences_in_flight(request, parallel)
-    disk = f", and {format_bytes(request.spill_bytes)} on its disk" if request.spill_bytes else ""
+    disk = f", and {format_bytes(request.disk_bytes)} on its disk" if request.disk_bytes else ""
     return (
         f"Host memory is too small: activations need {format_bytes(needed_bytes * each)} on each node, "
         f"{format_bytes(request.cluster.host_bytes * request.constants.host_share)} are usable "
@@ -257,7 +257,7 @@ def _swapped(request: EstimateRequest, parallel: Parallelism, plan: Plan) -> Lay
         storage=None if plan.storage_costs is None else shares_by_place(plan),
         device_bytes=bytes_of_plan(request, parallel, plan),
         host_bytes=swap.host_bytes,
-        disk_bytes=swap.spill_bytes,
+        disk_bytes=swap.disk_bytes,
         limits=[plan.reason],
     )
 

@@ -59,8 +59,8 @@ def answer_table(request: EstimateRequest, answer: Estimate) -> Table:
     }
     if request.swap_precision != "exact":
         rows["alpha"] += f" (activations swapped in {request.swap_precision})"
-    if request.spill_bytes:
-        room = format_bytes(request.spill_bytes)
+    if request.disk_bytes:
+        room = format_bytes(request.disk_bytes)
         rows["disk"] = f"{format_bytes(answer.disk_bytes)} of the {room} on each node, written and read in every step"
     for name, value in rows.items():
         table.add_row(name, Text(value))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from lightning_memo.artifacts.costs import ALL, MOVED, Budget, LayerCosts
+from lightning_memo.artifacts.costs import MOVED, OTHER, Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan, PlanMemory, StorageBudget, StoragePlan
 from lightning_memo.config import MemoConfig
 from lightning_memo.estimate.device_bytes import gathered_bytes, logits_bytes
@@ -218,7 +218,7 @@ def _restored_bytes(request: EstimateRequest, parallel: Parallelism, plan: Plan)
     if request.swap_precision == "exact" or plan.swap.plain:
         return 0
     slices = itertools.chain.from_iterable(_slices(plan, call) for call in range(plan.swap.calls))
-    swapped = (part.tokens for part in slices if part.place(ALL) in MOVED)
+    swapped = (part.tokens for part in slices if part.place(OTHER) in MOVED)
     return max(swapped, default=0) * restored_bytes_per_token(request, parallel)
 
 
@@ -288,7 +288,7 @@ def _planned_slices(run: EstimateRequest, plan: Plan, call: int) -> Iterator[Pla
         yield PlannedSlice(tokens=tokens, kept=all_but_input(run))
         return
     for part in _slices(plan, call):
-        kept = saved_names(run, "other") if part.place(ALL) == "device" else frozenset()
+        kept = saved_names(run, "other") if part.place(OTHER) == "device" else frozenset()
         yield PlannedSlice(tokens=part.tokens, made=frozenset(_recomputed(run, part)), kept=kept)
 
 

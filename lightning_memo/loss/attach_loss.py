@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_memo.engine.fp8_modules import why_scaled_by_engine, why_scaled_together
-from lightning_memo.engine.memory.lazy_tensor import Assembly, LazyTensor
+from lightning_memo.engine.memory.offloaded_tensor import OffloadedTensor, TensorBuilder
 from lightning_memo.engine.modules.layer_forward import replace_forward
 from lightning_memo.engine.modules.token_local_modules import Forward, GradientSums, TokenLocal, chunk_tokens_of, chunks
 from lightning_memo.engine.token_locality.prove_locality import ModuleProofs
@@ -186,13 +186,13 @@ class _InChunks(torch.autograd.Function):
     def forward(ctx: Any, module: TokenLocal, chunk_tokens: int, x: Tensor, *trained: Tensor) -> Tensor:
         ctx.module, ctx.chunk_tokens, ctx.dtypes = module, chunk_tokens, [p.dtype for p in trained]
         ctx.save_for_backward(x)
-        if isinstance(x, LazyTensor) and not x.is_real:  # the output is lazy too, because it is read only once
+        if isinstance(x, OffloadedTensor) and not x.is_real:  # the output is lazy too, because it is read only once
             dtype = module(torch.zeros(1, 1, x.shape[-1], dtype=x.dtype, device=x.device)).dtype
             return x.mapped(lambda rows: module(rows[None])[0], dtype)
-        y: Assembly | None = None
+        y: TensorBuilder | None = None
         for number, part in enumerate(chunks(x, chunk_tokens)):
             part_y = module(part)
-            y = y or Assembly(x.shape, part_y.dtype, part_y.device)
+            y = y or TensorBuilder(x.shape, part_y.dtype, part_y.device)
             y.write_rows(number * chunk_tokens, part_y)
         assert y is not None
         return y.take()
@@ -202,7 +202,7 @@ class _InChunks(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         ctx.module.check_unchanged()
-        dx, sums = Assembly.like(x), GradientSums()
+        dx, sums = TensorBuilder.like(x), GradientSums()
         pairs = zip(chunks(x, ctx.chunk_tokens), chunks(gradient, ctx.chunk_tokens), strict=True)
         for number, (part, part_gradient) in enumerate(pairs):
             part = part.detach().requires_grad_()

@@ -35,8 +35,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_memo.engine.memory.lazy_tensor import Assembly, LazyTensor
 from lightning_memo.engine.memory.noted_tensors import NotedTensor
+from lightning_memo.engine.memory.offloaded_tensor import OffloadedTensor, TensorBuilder
 from lightning_memo.engine.modules.token_local_modules import GradientSums, TokenLocal, chunks, noting_saved
 from lightning_memo.parallel.local_tensors import awaited
 from lightning_memo.utils.retained_graph import NOT_RETAINED, first_derivative, graph_is_retained
@@ -148,7 +148,7 @@ class _Parts:
 
     def run(self, x: Tensor, of_x: bool = False, of_head: bool = False) -> tuple[Tensor, Tensor | None, GradientSums]:
         """Return the loss, the gradient of `x` if `of_x`, and the gradients of the head's parameters if `of_head`."""
-        dx, tokens = Assembly.like(x) if of_x else None, self.logits.chunk_tokens
+        dx, tokens = TensorBuilder.like(x) if of_x else None, self.logits.chunk_tokens
         losses, sums = [], GradientSums()
         for number, (part, target, weight) in enumerate(
             zip(chunks(x, tokens), self.targets, self.weights, strict=True)
@@ -223,7 +223,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _scaled(dx: Tensor, upstream: Tensor, kept: bool) -> Tensor:
-    if isinstance(dx, LazyTensor):
+    if isinstance(dx, OffloadedTensor):
         factor = upstream.clone()  # rows are computed when they are read
         return dx.mapped(lambda rows: rows * factor, dx.dtype)
     return dx * upstream if kept else dx.mul_(upstream)
@@ -297,7 +297,7 @@ class _Work:
             gradients: The gradients of the values; `None` for values that have none.
             of_x: Whether `x` needs a gradient.
         """
-        dx, sums, tokens = Assembly.like(x) if of_x else None, GradientSums(), self.logits.chunk_tokens
+        dx, sums, tokens = TensorBuilder.like(x) if of_x else None, GradientSums(), self.logits.chunk_tokens
         for number, (part, others) in enumerate(self._parts(x)):
             rows = [None if t is None else t[number * tokens : (number + 1) * tokens] for t in gradients]
             with torch.enable_grad():

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from typing_extensions import Self, override
 
 from lightning_memo.engine.forward.autocast import ambient_autocast
-from lightning_memo.engine.memory.lazy_tensor import LazyTensor
 from lightning_memo.engine.memory.noted_tensors import NotedTensor, version_of
+from lightning_memo.engine.memory.offloaded_tensor import OffloadedTensor
 from lightning_memo.loss.chunked_logits import (
     Pointwise,
     TokenFunction,
@@ -127,7 +127,7 @@ class LazyLogits(Tensor):
             cls, form.shape, strides=form.stride(), storage_offset=form.storage_offset(), dtype=form.dtype,
             device=recipe.hidden.tensor.device,
         )  # fmt: skip
-        torch._C._set_throw_on_mutable_data_ptr(created)  # as in `LazyTensor`
+        torch._C._set_throw_on_mutable_data_ptr(created)  # as in `OffloadedTensor`
         return created
 
     def __init__(self, form: Tensor, family: _Family, values: Callable[[], Tensor], recipe: Recipe) -> None:
@@ -452,7 +452,7 @@ def _has_memory_of(result: Any, aliases: Collection[Tensor]) -> bool:
 
 def _kept(x: Tensor, tracked: bool) -> NotedTensor:
     """Return hidden states for logits that are computed later; see Note: [Values that are read later]."""
-    if tracked or (isinstance(x, LazyTensor) and not x.is_real):
+    if tracked or (isinstance(x, OffloadedTensor) and not x.is_real):
         return NotedTensor.of(x)
     with torch.inference_mode(False), torch.no_grad():
         return NotedTensor.of(x.clone())

@@ -17,7 +17,7 @@ from lightning_memo.engine.modules.token_local_modules import Forward, TokenLoca
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.engine.state.forward_state import ForwardState
 from lightning_memo.loss.chunked_logits import ChunkedLogits, OfTokens, Pointwise, gradients_of_logits, token_values
-from lightning_memo.parallel.tensor.divided_logits import replicated
+from lightning_memo.parallel.tensor.sharded_logits import replicated
 from lightning_memo.utils.around_forward import without_saved_tensors_hooks
 
 _COPIES = 4

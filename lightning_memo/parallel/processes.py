@@ -18,7 +18,13 @@ from torch.utils.data import DataLoader
 
 from lightning_memo.config import MemoConfig
 from lightning_memo.kernels import RngState
-from lightning_memo.parallel.batches.divide_batch import (
+from lightning_memo.parallel.batches.loss_arguments import (
+    LossArguments,
+    RouterLosses,
+    takes_loss_arguments,
+    why_loss_unfit,
+)
+from lightning_memo.parallel.batches.shard_batch import (
     BatchSharder,
     TextModelInputs,
     check_even,
@@ -29,12 +35,6 @@ from lightning_memo.parallel.batches.divide_batch import (
     seeding_rank,
     split_iterable,
     trains_beside,
-)
-from lightning_memo.parallel.batches.loss_arguments import (
-    LossArguments,
-    RouterLosses,
-    takes_loss_arguments,
-    why_loss_unfit,
 )
 from lightning_memo.parallel.batches.token_layout import CurrentLayout, separate_documents
 from lightning_memo.parallel.context_parallel import ContextGroups
@@ -57,7 +57,7 @@ from lightning_memo.parallel.parallel_sizes import resolve_sizes, ulysses_size
 from lightning_memo.parallel.pipeline.pipelined_model import Pipeline
 from lightning_memo.parallel.pipeline.stage_modules import is_stage
 from lightning_memo.parallel.ranks import Ranks, gather, processes_on_this_node
-from lightning_memo.parallel.tensor.experts import check_experts, divide_experts, find_experts
+from lightning_memo.parallel.tensor.experts import check_experts, find_experts, shard_experts
 from lightning_memo.parallel.tensor.shard_weights import check_divisible, shard_tensors
 from lightning_memo.parallel.zero_sharding import ZeroSettings, shard_state
 from lightning_memo.utils.find_layers import find_hugging_face, find_text_model
@@ -107,14 +107,14 @@ class Processes:
         self.current_layout = CurrentLayout()
         staging = (config, self.sizes, self.mesh, device, self.current_layout, timeout)
         self.pipeline = Pipeline(*staging) if staged else None
-        in_step = self._experts.homes if self._experts is not None and self.sizes.shares_experts else self._sequence
+        slice_group = self._experts.homes if self._experts is not None and self.sizes.shares_experts else self._sequence
         self.data_rank: int = self.mesh[DATA].get_local_rank()
         self.ranks = Ranks(
             parallel=self.sizes.describe(config.zero_stage, config.zero_communication, config.zero_shard_size),
             on_this_node=processes_on_this_node(),
-            alike=stage_group(self.mesh, timeout).get_group() if staged else None,
+            plan_group=stage_group(self.mesh, timeout).get_group() if staged else None,
             stages=across_stages(self.mesh) if staged and self.sizes.shards > 1 else None,
-            in_step=in_step.get_group() if in_step.size() > 1 else None,
+            slice_group=slice_group.get_group() if slice_group.size() > 1 else None,
             shares_experts=self.sizes.shares_experts,
             world=dist.get_world_size() > 1,
         )
@@ -130,7 +130,7 @@ class Processes:
 
     # ---- the model
 
-    def divide_model(
+    def shard_model(
         self, module: nn.Module, layers: Callable[[], Sequence[nn.Module]], mixed: bool, forwards: Sequence[str]
     ) -> None:
         """Give each process its part of a module's weights. A module that is already divided is not changed.
@@ -162,7 +162,7 @@ class Processes:
                 experts=self._experts,
             )
         elif self._experts is not None:
-            divide_experts(find_experts(module).values(), self._experts)
+            shard_experts(find_experts(module).values(), self._experts)
         if self.pipeline is not None:
             self.pipeline.divide(module, mixed)
         if self.sizes.replicas > 1 or mixed or config.zero_stage > 0 or config.offload_state:
@@ -244,7 +244,7 @@ class Processes:
         self,
         model: nn.Module,
         bounds_of: Callable[[int, int], tuple[int, ...]],
-        slices_outside: bool,
+        global_slices: bool,
         hands_states: bool,
     ) -> None:
         """Prepare to divide batches.
@@ -252,7 +252,7 @@ class Processes:
         Args:
             model: Model that is trained.
             bounds_of: Returns the slice bounds of a training batch from its rows and the tokens of a shard.
-            slices_outside: As `outside` of :class:`~lightning_memo.parallel.batches.token_layout.TokenLayout`.
+            global_slices: As `outside` of :class:`~lightning_memo.parallel.batches.token_layout.TokenLayout`.
             hands_states: Whether layers hand states from token to token, so that processes need contiguous ranges.
 
         Raises:
@@ -281,13 +281,13 @@ class Processes:
             takes_loss_arguments=takes_loss_arguments(model),
             why_loss_unfit=why_loss_unfit(model),
             bounds_of=bounds_of,
-            slices_outside=slices_outside,
+            global_slices=global_slices,
             contiguous=hands_states,
             documents_of=functools.partial(separate_documents, model),
             in_model=self.current_layout.text_model is not None,
         )
 
-    def divide_loader(self, loader: DataLoader[Any], split: bool, predicting: bool) -> Iterable[Any]:
+    def shard_loader(self, loader: DataLoader[Any], split: bool, predicting: bool) -> Iterable[Any]:
         """Returns a loader of this process's data.
 
         Args:
@@ -310,11 +310,11 @@ class Processes:
 
         Args:
             loader: The user's loader.
-            split: As for :meth:`divide_loader`.
+            split: As for :meth:`shard_loader`.
         """
         return seeding_rank(loader, self.data_rank, self.sizes.data if split else 1)
 
-    def divide_batch(self, batch: Any, training: bool, predicting: bool = False) -> Any:
+    def shard_batch(self, batch: Any, training: bool, predicting: bool = False) -> Any:
         """Returns this process's part of a batch, whose layout becomes the current one.
 
         Args:

@@ -34,20 +34,20 @@ class Ranks:
     Attributes:
         parallel: Label of the parallel sizes that is stored in plans, like "dp2-cp2-tp1-zero3".
         on_this_node: Number of processes on this host, which share its memory.
-        alike: Process group that follows one plan, the processes of a pipeline stage; `None` if all processes do.
+        plan_group: Process group that follows one plan, the processes of a pipeline stage; `None` if all processes do.
         stages: Process group of this process's counterparts in the other stages of a pipeline, if all stages have to
             cut layers into the same slices; `None` if not. Sequence parallelism lays out tokens by slices.
-        in_step: Process group that runs the same slices of layers at the same time, because its processes compute the
-            same sequences or send each other tokens; `None` if only this process does.
-        shares_experts: Whether processes of `in_step` compute other sequences, and send each other tokens.
+        slice_group: Process group that runs the same slices of layers at the same time, because its processes compute
+            the same sequences or send each other tokens; `None` if only this process does.
+        shares_experts: Whether processes of `slice_group` compute other sequences, and send each other tokens.
         world: Whether the run has more than one process.
     """
 
     parallel: str = ParallelSizes().describe(zero_stage=0)
     on_this_node: int = 1
-    alike: ProcessGroup | None = None
+    plan_group: ProcessGroup | None = None
     stages: ProcessGroup | None = None
-    in_step: ProcessGroup | None = None
+    slice_group: ProcessGroup | None = None
     shares_experts: bool = False
     world: bool = False
 
@@ -56,9 +56,9 @@ class Ranks:
 
         Args:
             value: Value of this rank.
-            everyone: Gather from all of them; otherwise from the ranks of `in_step`.
+            everyone: Gather from all of them; otherwise from the ranks of `slice_group`.
         """
-        group = self.alike if everyone else self.in_step
+        group = self.plan_group if everyone else self.slice_group
         if not self.world or (group is None and not everyone):
             return [value]
         return gather(value, group)

@@ -60,7 +60,7 @@ from lightning_memo.parallel.device_mesh import ExpertMeshes
 from lightning_memo.parallel.fsdp_units import fsdp_units, parameter_groups
 from lightning_memo.parallel.local_tensors import local_part
 from lightning_memo.parallel.parallel_sizes import GRADIENT_BITS, SCALE_BYTES, WEIGHT_BITS, sent_bytes
-from lightning_memo.parallel.tensor.experts import divided_experts
+from lightning_memo.parallel.tensor.experts import sharded_experts
 from lightning_memo.utils.around_forward import is_in_backward
 
 _WITH_LAYER = "_lightning_memo_with_layer"
@@ -273,7 +273,7 @@ def _make_units_of_experts(
 ) -> dict[nn.Module, nn.Module | None]:
     """Make divided experts units of FSDP2. Returns them with the layer that each belongs to; `None` for no layer."""
     of_layer = {m: layer for layer in layers for m in layer.modules()}
-    owners = {m: of_layer.get(m) for m in divided_experts(module)}
+    owners = {m: of_layer.get(m) for m in sharded_experts(module)}
     for unit, owner in owners.items():
         place = _evenly(experts.replicas)
         make_unit(unit, experts.replicas, experts.neighbours, again=owner is not None, casts=False, place=place)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from lightning_memo.artifacts.costs import ALL, CallCosts, LayerCosts, StorageCosts
+from lightning_memo.artifacts.costs import OTHER, CallCosts, LayerCosts, StorageCosts
 from lightning_memo.artifacts.plan import (
+    DiskTier,
     Fingerprint,
-    NvmeTier,
     Plan,
     PlanMemory,
     Resource,
@@ -93,7 +93,7 @@ def plan_of_one_micro_batch(plan: Plan) -> Plan:
     swap = replace(
         swap,
         storage=storage,
-        memory=replace(swap.memory, host=swap.memory.host // count, spill=swap.memory.spill[:calls]),
+        memory=replace(swap.memory, host=swap.memory.host // count, disk=swap.memory.disk[:calls]),
         in_flight=None,
     )
     return replace(plan, swap=swap, step_seconds=plan.step_seconds / count, reason=_reason(storage, "a step"))
@@ -135,8 +135,8 @@ def common_problem(
     return replace(slowest, recomputed_device_bytes=recomputed), StorageBudget(
         device_bytes=max(slowest.fixed_device_bytes + slowest.transient_device_bytes + least, 0),
         host_bytes=min(budget.host_bytes for budget in budgets),
-        spill_bytes=min(budget.spill_bytes for budget in budgets),
-        nvme=_common_disk([budget.nvme for budget in budgets]),
+        disk_bytes=min(budget.disk_bytes for budget in budgets),
+        disk=_common_disk([budget.disk for budget in budgets]),
     )
 
 
@@ -144,12 +144,12 @@ def _compute_seconds(costs: StorageCosts) -> float:
     return sum(costs.classes[n].forward_seconds + costs.classes[n].backward_seconds for n in costs.call_classes)
 
 
-def _common_disk(tiers: Sequence[NvmeTier | None]) -> NvmeTier | None:
+def _common_disk(tiers: Sequence[DiskTier | None]) -> DiskTier | None:
     """The smallest capacity and bandwidths; None if a process has no disk."""
     known = [tier for tier in tiers if tier is not None]
     if len(known) < len(tiers):
         return None
-    return NvmeTier(
+    return DiskTier(
         capacity_bytes=min(tier.capacity_bytes for tier in known),
         write_bytes_per_second=min(tier.write_bytes_per_second for tier in known),
         read_bytes_per_second=min(tier.read_bytes_per_second for tier in known),
@@ -170,13 +170,13 @@ class _Problem:
         """The fastest plan that fits. It may be one without the disk, which needs no bounce buffers."""
         found: list[SwapPlan] = []
         refused: StorageError | None = None
-        ways = [budget] if budget.nvme is None else [budget, replace(budget, spill_bytes=0, nvme=None)]
+        ways = [budget] if budget.disk is None else [budget, replace(budget, disk_bytes=0, disk=None)]
         for limits in ways:
             try:
                 found.append(self._fitting(limits))
             except StorageError as error:
                 refused = refused or error
-            if found and not found[0].spill_bytes:
+            if found and not found[0].disk_bytes:
                 break
         if not found:
             raise refused or AssertionError
@@ -184,8 +184,8 @@ class _Problem:
 
     def _fitting(self, budget: StorageBudget) -> SwapPlan:
         """The best plan whose exact bytes fit: the last attempt's excess lowers the limits of the next attempt."""
-        nvme = budget.nvme and replace(budget.nvme, bounce_share=_LEAST_BOUNCE_SHARE)
-        limits = replace(budget, nvme=nvme)
+        disk = budget.disk and replace(budget.disk, bounce_share=_LEAST_BOUNCE_SHARE)
+        limits = replace(budget, disk=disk)
         for _ in range(_ATTEMPTS):
             swap = self._exact(
                 plan_storage(self.costs, limits, tile_tokens=self.tile_tokens, may_drop_attention=not self.nested)
@@ -196,10 +196,10 @@ class _Problem:
             if less == limits:
                 break
             limits = less
-        disk = f", {format_bytes(budget.spill_bytes)} of disk" if budget.spill_bytes else ""
+        on_disk = f", {format_bytes(budget.disk_bytes)} of disk" if budget.disk_bytes else ""
         raise StorageError(
-            f"the tensors that have to be stored do not fit {format_bytes(budget.host_bytes)} of host memory{disk} and "
-            f"{format_bytes(budget.device_bytes)} of device memory: raise host_memory or device_memory"
+            f"the tensors that have to be stored do not fit {format_bytes(budget.host_bytes)} of host memory{on_disk} "
+            f"and {format_bytes(budget.device_bytes)} of device memory: raise host_memory or device_memory"
         )
 
     def _exact(self, storage: StoragePlan) -> SwapPlan:
@@ -216,28 +216,28 @@ class _Problem:
         """Budget of the next attempt if a plan made for `limits` exceeds the budget; None if the plan fits."""
         device = max(self._device_bytes(swap) - budget.device_bytes, 0)
         host = max(swap.host_bytes - budget.host_bytes, 0)
-        disk = max(swap.spill_bytes - budget.spill_bytes, 0)
-        if not (device or host or disk):
+        excess = max(swap.disk_bytes - budget.disk_bytes, 0)
+        if not (device or host or excess):
             return None
         needs = swap.storage.needs
-        nvme = limits.nvme
-        if nvme and swap.spill_bytes:
-            sizes = swap.spill_layout
-            share = max(sizes.bounce_bytes / sizes.slot_bytes, nvme.bounce_share)
-            if share > nvme.bounce_share:  # with larger bounce buffers it may fit
+        disk = limits.disk
+        if disk and swap.disk_bytes:
+            sizes = swap.disk_layout
+            share = max(sizes.bounce_bytes / sizes.slot_bytes, disk.bounce_share)
+            if share > disk.bounce_share:  # with larger bounce buffers it may fit
                 host = 0
-            capacity = _reduced(nvme.capacity_bytes, needs.nvme_bytes, disk)
-            nvme = replace(nvme, bounce_share=share, capacity_bytes=capacity)
+            capacity = _reduced(disk.capacity_bytes, needs.disk_bytes, excess)
+            disk = replace(disk, bounce_share=share, capacity_bytes=capacity)
         return replace(
             limits,
             device_bytes=_reduced(limits.device_bytes, needs.device_bytes, device),
             host_bytes=_reduced(limits.host_bytes, needs.host_bytes, host),
-            nvme=nvme,
+            disk=disk,
         )
 
     def _device_bytes(self, swap: SwapPlan) -> int:
         always = self.costs.fixed_device_bytes + self.costs.working_bytes(
-            [call.tokens(ALL) for call in swap.storage.calls]
+            [call.tokens(OTHER) for call in swap.storage.calls]
         )
         return always + swap.buffer_bytes + swap.memory.kept
 
@@ -246,7 +246,7 @@ class _Problem:
         limits: dict[Resource, int] = {
             "device memory": budget.device_bytes,
             "host memory": budget.host_bytes,
-            "NVMe space": budget.spill_bytes,
+            "disk space": budget.disk_bytes,
         }
         prices = tuple(replace(price, limit=limits.get(price.resource, price.limit)) for price in swap.storage.prices)
         needs = replace(
@@ -254,7 +254,7 @@ class _Problem:
             device_bytes=self._device_bytes(swap),
             rounding_bytes=swap.buffer_bytes,
             host_bytes=swap.host_bytes,
-            nvme_bytes=swap.spill_bytes,
+            disk_bytes=swap.disk_bytes,
         )
         return replace(swap, storage=replace(swap.storage, prices=prices, needs=needs))
 
@@ -322,7 +322,7 @@ def _sensitivity(plan: StoragePlan, resource: Resource, limit: float, seconds: f
     used = {
         "device memory": plan.needs.device_bytes,
         "host memory": plan.needs.host_bytes,
-        "NVMe space": plan.needs.nvme_bytes,
+        "disk space": plan.needs.disk_bytes,
     }
     units: tuple[Unit, Unit] = ("GiB", "MiB") if resource in used else ("GB/s", "MB/s")
     unit = units[0] if limit >= _UNITS[units[0]] else units[1]

@@ -19,7 +19,7 @@ from lightning_memo.artifacts.plan import (
     SwapPlan,
     step_device_bytes,
 )
-from lightning_memo.artifacts.slot_layouts import SpillLayout
+from lightning_memo.artifacts.slot_layouts import DiskLayout
 from lightning_memo.planner.choose_plan import plain_plan
 from lightning_memo.planner.host_backed_sizes import StreamedBytes
 from lightning_memo.planner.step_time import disk_seconds, steady, step_seconds, streamed_step_seconds
@@ -30,7 +30,7 @@ Binding = Literal["overlap", "host", "compression", "all tokens swapped"]
 TOLERANCE: Final = 1e-6
 """Share by which a copy may take longer than its forward: measured times are far less exact."""
 _MORE_HOST_MEMORY: Final = "raise host_memory or shorten the sequence"
-_MORE_DISK: Final = "raise host_memory or spill_memory, or shorten the sequence"
+_MORE_DISK: Final = "raise host_memory or disk_memory, or shorten the sequence"
 
 
 def calls_to_spill(swapped_calls: int, slot_bytes: int, budget: Budget) -> int | None:
@@ -46,15 +46,15 @@ def calls_to_spill(swapped_calls: int, slot_bytes: int, budget: Budget) -> int |
     """
     if swapped_calls * slot_bytes <= budget.host_bytes:
         return 0
-    layout = SpillLayout(slot_bytes)
+    layout = DiskLayout(slot_bytes)
     room_bytes = budget.host_bytes - layout.bounce_bytes
     if room_bytes < 0:
         return None
     spilled = max(swapped_calls - room_bytes // slot_bytes, 1)
-    return spilled if spilled * layout.region_bytes <= budget.spill_bytes else None
+    return spilled if spilled * layout.region_bytes <= budget.disk_bytes else None
 
 
-def disk_keeps_up(costs: LayerCosts, slot_bytes: int, spilled_calls: int, alpha: float) -> bool:
+def disk_keeps_up(costs: LayerCosts, slot_bytes: int, disk_calls: int, alpha: float) -> bool:
     """Whether no layer call waits for the disk: MEMO's overlap constraint (section 4.2), applied to the disk.
 
     A write may last until the next spilled call is offloaded, because host buffers hold one whole call. A read starts
@@ -63,15 +63,15 @@ def disk_keeps_up(costs: LayerCosts, slot_bytes: int, spilled_calls: int, alpha:
     Args:
         costs: Measured costs.
         slot_bytes: Bytes that one layer call swaps.
-        spilled_calls: Number of layer calls, evenly spaced, that go to the disk.
+        disk_calls: Number of layer calls, evenly spaced, that go to the disk.
         alpha: Fraction of the tokens that is swapped and not recomputed.
     """
-    if not spilled_calls:
+    if not disk_calls:
         return True
     swapped_calls = costs.swapped_calls
     write_seconds, read_seconds = disk_seconds(costs, slot_bytes)
     leaving = range(swapped_calls)
-    forward = min(costs.forward_seconds_at(call, alpha) for call in leaving) * (swapped_calls // spilled_calls)
+    forward = min(costs.forward_seconds_at(call, alpha) for call in leaving) * (swapped_calls // disk_calls)
     backward = min(costs.backward_seconds_at(call, alpha) for call in leaving)
     return write_seconds <= forward and read_seconds <= backward
 
@@ -152,7 +152,7 @@ class Feasibility:
         """Whether some layer calls are swapped as a whole, and the others recomputed."""
         return self.whole_layers and 0.0 < alpha < 1.0
 
-    def spilled_calls(self, alpha: float) -> int | None:
+    def disk_calls(self, alpha: float) -> int | None:
         """Smallest number of layer calls that have to go to the disk; None if host and disk cannot hold them all."""
         if self.host_bytes(alpha) <= self.budget.host_bytes:
             return 0
@@ -162,11 +162,11 @@ class Feasibility:
 
     def fits(self, alpha: float) -> bool:
         """Whether host and disk can hold the swapped activations."""
-        return self.spilled_calls(alpha) is not None
+        return self.disk_calls(alpha) is not None
 
     def keeps_up(self, alpha: float) -> bool:
         """Whether no layer waits for the disk."""
-        spilled = self.spilled_calls(alpha)
+        spilled = self.disk_calls(alpha)
         return not spilled or disk_keeps_up(self.costs, self._at(alpha)[1].slot, spilled, alpha)
 
     def device_bytes(self, alpha: float) -> int:
@@ -185,7 +185,7 @@ class HostMemoryError(ValueError):
     """The host cannot hold the activations that have to be swapped."""
 
     def __init__(self, alpha: float, needed_bytes: int, budget: Budget, remedy: str = "") -> None:
-        disk = f", plus {format_bytes(budget.spill_bytes)} of disk" if budget.spill_bytes else ""
+        disk = f", plus {format_bytes(budget.disk_bytes)} of disk" if budget.disk_bytes else ""
         super().__init__(
             f"alpha={alpha:g} swaps {format_bytes(needed_bytes)} ({needed_bytes} bytes) to the host, but the budget is "
             f"{format_bytes(budget.host_bytes)} ({budget.host_bytes} bytes) of host memory{disk}: "
@@ -222,7 +222,7 @@ def solve_alpha(costs: LayerCosts, budget: Budget) -> AlphaSolution:
     """
     swapped = range(costs.swapped_calls)
     least_bytes = sum(costs.swapped_bytes(call, 0.0) for call in swapped)
-    room_bytes = budget.host_bytes + budget.spill_bytes
+    room_bytes = budget.host_bytes + budget.disk_bytes
     if least_bytes > room_bytes:
         raise HostMemoryError(0.0, least_bytes, budget)
     bandwidth = min(costs.offload_bytes_per_second, costs.prefetch_bytes_per_second)
@@ -312,7 +312,7 @@ def plan_swap(
         slice_tokens=slice_tokens, whole_layers=whole_layers, multiple=multiple,
     )  # fmt: skip
     chosen, reason = _choose_alpha(feasibility, alpha, schedule)
-    storage = feasibility.storage(chosen, spread(feasibility.spilled_calls(chosen) or 0, warm.swapped_calls))
+    storage = feasibility.storage(chosen, spread(feasibility.disk_calls(chosen) or 0, warm.swapped_calls))
     swap = SwapPlan(
         storage=storage,
         memory=feasibility.memory(storage),
@@ -340,7 +340,7 @@ def _choose_alpha(feasibility: Feasibility, alpha: float | str, schedule: Schedu
         return chosen, sliced_alpha_reason(chosen)
     given = float(alpha)
     if not feasibility.fits(given):
-        on_disk = feasibility.mixed(given) and feasibility.budget.spill_bytes
+        on_disk = feasibility.mixed(given) and feasibility.budget.disk_bytes
         smaller = "set alpha=1, which may use the disk," if on_disk else "set a smaller alpha"
         remedy = f'{smaller} or alpha="auto", or raise host_memory'
         raise HostMemoryError(given, feasibility.host_bytes(given), feasibility.budget, remedy)
@@ -423,7 +423,7 @@ def best_alpha_reason(feasibility: Feasibility, solution: AlphaSolution, alpha: 
     if feasibility.whole_layers and alpha < solution.alpha:
         return f"{limit} Layers run whole, so alpha={alpha:.4g} is a fraction of the layer calls."
     if feasibility.part_of(alpha) < feasibility.part_of(solution.alpha) - 1:
-        cause = "The disk's bounce buffers take host memory" if budget.spill_bytes else "Host slots are aligned"
+        cause = "The disk's bounce buffers take host memory" if budget.disk_bytes else "Host slots are aligned"
         otherwise = "" if solution.binding == "host" else f" {allows}"
         fits = f"alpha={alpha:.4g} is the largest that fits the budget of {_host_text(budget)[0]}"
         return f"Host memory is the limit. {cause}, so {fits}.{otherwise}"
@@ -463,15 +463,15 @@ def _limit_text(feasibility: Feasibility, solution: AlphaSolution) -> tuple[str,
         )
     return (
         f"Nothing limits alpha: the copies of all tokens hide under the forward and fit {tiers}.",
-        f"Copy time{', ' if budget.spill_bytes else ' and '}{tiers} would allow alpha=1.",
+        f"Copy time{', ' if budget.disk_bytes else ' and '}{tiers} would allow alpha=1.",
     )
 
 
 def _host_text(budget: Budget) -> tuple[str, str]:
     """The memory that swapped activations may fill, with its size and without."""
     memory, tiers = f"{format_bytes(budget.host_bytes)} of host memory", "host memory"
-    if budget.spill_bytes:
-        return f"{memory} and {format_bytes(budget.spill_bytes)} of disk", f"{tiers} and disk"
+    if budget.disk_bytes:
+        return f"{memory} and {format_bytes(budget.disk_bytes)} of disk", f"{tiers} and disk"
     return memory, tiers
 
 

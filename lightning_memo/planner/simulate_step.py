@@ -44,7 +44,7 @@ class ScheduleFault(Enum):
     SPILL = "bytes are spilled without an NVMe tier"
     DEVICE = "the device memory is exceeded"
     HOST = "the host memory is exceeded"
-    NVME = "the NVMe capacity is exceeded"
+    DISK = "the NVMe capacity is exceeded"
 
 
 class ScheduleError(ValueError):
@@ -78,7 +78,7 @@ class SimulatedStep:
     step_seconds: float
     peak_device_bytes: int
     peak_host_bytes: int
-    peak_nvme_bytes: int
+    peak_disk_bytes: int
 
 
 def simulate(costs: StorageCosts, plan: StoragePlan, budget: StorageBudget) -> SimulatedStep:
@@ -128,10 +128,10 @@ def _work(call: CallCosts, plan: CallPlan, costs: StorageCosts, budget: StorageB
     for r in plan.ranges:
         size = dict(zip(call.kinds, call.sizes_in(r.place), strict=True))[r.kind]
         held[r.place] += -(-size * (r.stop - r.start) // costs.tokens)
-    moved = sum(r.stop - r.start for r in plan.ranges if r.kind == "all" and r.place != "device")
-    if held["disk"] and budget.nvme is None:
+    moved = sum(r.stop - r.start for r in plan.ranges if r.kind == "other" and r.place != "device")
+    if held["disk"] and budget.disk is None:
         _refuse(ScheduleFault.SPILL, f"{held['disk']} bytes")
-    recomputed = sum(stop - start for start, stop in _gaps(by_kind["all"], costs.tokens))
+    recomputed = sum(stop - start for start, stop in _gaps(by_kind["other"], costs.tokens))
     return _Work(
         forward_seconds=call.forward_seconds + call.compress_seconds * moved / costs.tokens,
         backward_seconds=call.backward_seconds
@@ -161,11 +161,11 @@ def _check_kinds(by_kind: dict[str, list[StoredRange]], tokens: int) -> None:
     for start, stop in _gaps(by_kind["input"], tokens):
         _refuse(ScheduleFault.INPUT, f"tokens [{start}, {stop})")
     dropped = list(_gaps(by_kind["attention"], tokens))
-    for r in by_kind["all"]:
+    for r in by_kind["other"]:
         if any(start < r.stop and r.start < stop for start, stop in dropped):
             _refuse(ScheduleFault.ATTENTION, f"tokens [{r.start}, {r.stop})")
         for kind, ranges in by_kind.items():
-            product = kind not in ("input", "attention", "all")
+            product = kind not in ("input", "attention", "other")
             if product and any(other.start < r.stop and r.start < other.stop for other in ranges):
                 _refuse(ScheduleFault.PRODUCT, f"{kind} within tokens [{r.start}, {r.stop})")
 
@@ -184,10 +184,10 @@ def _gaps(ranges: Sequence[StoredRange], tokens: int) -> Iterator[tuple[int, int
 def _recompute_seconds(call: CallCosts, by_kind: dict[str, list[StoredRange]], tokens: int) -> float:
     """Seconds of recomputation."""
     missing = {
-        kind: tokens - sum(r.stop - r.start for r in ranges + (by_kind["all"] if kind != "all" else []))
+        kind: tokens - sum(r.stop - r.start for r in ranges + (by_kind["other"] if kind != "other" else []))
         for kind, ranges in by_kind.items()
     }
-    seconds = call.elementwise_seconds * missing["all"] / tokens
+    seconds = call.elementwise_seconds * missing["other"] / tokens
     seconds += sum(product.seconds * missing[product.name] / tokens for product in call.products)
     for start, stop in _gaps(by_kind["attention"], tokens):
         seconds += call.attention_seconds * _attended(call, start, stop, tokens) / _attended(call, 0, tokens, tokens)
@@ -238,7 +238,7 @@ class _Step:
         self._spans: list[StreamSpan] = []
         self._device = _Memory(ScheduleFault.DEVICE, budget.device_bytes)
         self._host = _Memory(ScheduleFault.HOST, budget.host_bytes)
-        self._nvme = _Memory(ScheduleFault.NVME, budget.nvme.capacity_bytes if budget.nvme else 0)
+        self._disk = _Memory(ScheduleFault.DISK, budget.disk.capacity_bytes if budget.disk else 0)
 
     def run(self) -> SimulatedStep:
         buffers = 2 * max(work.moved_bytes for work in self._work)
@@ -247,9 +247,9 @@ class _Step:
         self._device.hold(self._costs.fixed_device_bytes + transient + buffers, 0, 0.0)
         order = list(enumerate(self._work))
         leaving = order[: self._leaving]
-        if self._budget.nvme:
+        if self._budget.disk:
             largest = max((work.spilled_bytes for _, work in leaving), default=0)
-            self._host.hold(math.ceil(self._budget.nvme.bounce_share * largest), 0, 0.0)
+            self._host.hold(math.ceil(self._budget.disk.bounce_share * largest), 0, 0.0)
         for call, work in order:
             self._forward(call, work)
             if call < self._leaving and work.moved_bytes:
@@ -263,7 +263,7 @@ class _Step:
             step_seconds=self._costs.outside_seconds + self._free["compute"],
             peak_device_bytes=self._device.peak_bytes(),
             peak_host_bytes=self._host.peak_bytes(),
-            peak_nvme_bytes=self._nvme.peak_bytes(),
+            peak_disk_bytes=self._disk.peak_bytes(),
         )
 
     def _forward(self, call: int, work: _Work) -> None:
@@ -272,8 +272,8 @@ class _Step:
     def _copy_out(self, call: int, work: _Work) -> None:
         seconds = work.moved_bytes / self._costs.offload_bytes_per_second
         start, end = self._do("offload", "forward", call, self._free["compute"], seconds)
-        if self._budget.nvme and work.spilled_bytes:
-            seconds = work.spilled_bytes / self._budget.nvme.write_bytes_per_second
+        if self._budget.disk and work.spilled_bytes:
+            seconds = work.spilled_bytes / self._budget.disk.write_bytes_per_second
             end = self._spill_during("offload", "forward", call, start, seconds)
         self._buffer_free[call % 2] = end
         self._copied[call] = start, end
@@ -282,9 +282,9 @@ class _Step:
         seconds = work.moved_bytes / self._costs.prefetch_bytes_per_second
         ready = max(self._buffer_free[call % 2], self._copied[call][1])
         start, _ = self._do("prefetch", "backward", call, ready, seconds)
-        if self._budget.nvme and work.spilled_bytes:
+        if self._budget.disk and work.spilled_bytes:
             self._spill_during(
-                "prefetch", "backward", call, start, work.spilled_bytes / self._budget.nvme.read_bytes_per_second
+                "prefetch", "backward", call, start, work.spilled_bytes / self._budget.disk.read_bytes_per_second
             )
 
     def _backward(self, call: int, work: _Work) -> None:
@@ -295,7 +295,7 @@ class _Step:
         self._device.hold(work.kept_bytes, call, self._began[call], end)
         if moved:
             self._host.hold(work.swapped_bytes, call, self._copied[call][0], end)
-            self._nvme.hold(work.spilled_bytes, call, self._copied[call][0], end)
+            self._disk.hold(work.spilled_bytes, call, self._copied[call][0], end)
 
     def _do(self, stream: Stream, phase: Phase, call: int, ready: float, seconds: float) -> tuple[float, float]:
         """Run an operation once its stream is free and its inputs are ready; returns start and end."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
-from lightning_memo.artifacts.costs import ALL, ATTENTION, INPUT, MOVED, LayerCosts
+from lightning_memo.artifacts.costs import ATTENTION, INPUT, MOVED, OTHER, LayerCosts
 from lightning_memo.artifacts.plan import CallPlan, Schedule, SwapPlan
-from lightning_memo.artifacts.slot_layouts import SpillLayout
+from lightning_memo.artifacts.slot_layouts import DiskLayout
 from lightning_memo.planner.host_backed_sizes import SliceBytes
 
 _BUFFERS: Final = 2  # rounding buffers: one slice is computed while another one is copied
@@ -73,7 +73,7 @@ def step_seconds(costs: LayerCosts, swap: SwapPlan) -> float:
         swap: The plan to evaluate.
     """
     forward_seconds, backward_seconds = 0.0, 0.0
-    spilled = set(swap.spilled_calls)
+    spilled = set(swap.disk_calls)
     writing, reading = disk_seconds(costs, swap.memory.slot) if spilled else (0.0, 0.0)
     shares = [_shares(call, swap.storage.tokens) for call in swap.storage.calls]
     for call, number in enumerate(swap.storage.call_classes):
@@ -92,8 +92,8 @@ def step_seconds(costs: LayerCosts, swap: SwapPlan) -> float:
 
 def disk_seconds(costs: LayerCosts, slot_bytes: int) -> tuple[float, float]:
     """Seconds that the disk takes to write, and to read, the activations of one layer call."""
-    region_bytes = SpillLayout(slot_bytes).region_bytes
-    return region_bytes / costs.spill_write_bytes_per_second, region_bytes / costs.spill_read_bytes_per_second
+    region_bytes = DiskLayout(slot_bytes).region_bytes
+    return region_bytes / costs.disk_write_bytes_per_second, region_bytes / costs.disk_read_bytes_per_second
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,8 @@ class _Shares:
 
 
 def _shares(call: CallPlan, tokens: int) -> _Shares:
-    inputs, attention, moved = (call.tokens(kind, *MOVED) / tokens for kind in (INPUT, ATTENTION, ALL))
-    return _Shares(inputs, attention, moved, 1.0 - call.tokens(ALL) / tokens)
+    inputs, attention, moved = (call.tokens(kind, *MOVED) / tokens for kind in (INPUT, ATTENTION, OTHER))
+    return _Shares(inputs, attention, moved, 1.0 - call.tokens(OTHER) / tokens)
 
 
 @dataclass(frozen=True, slots=True)

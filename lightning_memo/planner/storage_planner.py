@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lightning_memo.artifacts.costs import ALL, ATTENTION, INPUT, MOVED, PLACES, CallCosts, Place, StorageCosts
+from lightning_memo.artifacts.costs import ATTENTION, INPUT, MOVED, OTHER, PLACES, CallCosts, Place, StorageCosts
 from lightning_memo.artifacts.plan import (
     CallPlan,
     Price,
@@ -25,8 +25,8 @@ from lightning_memo.utils.units import format_bytes
 Shares = Mapping[tuple[str, Place], float]
 """Share of the tokens for which a kind of tensor is stored in a place."""
 
-SINGLE_ALPHA: Final = frozenset[tuple[str, Place]]({(INPUT, "host"), (ATTENTION, "host"), (ALL, "host")})
-"""Choices of MEMO's plans with a single alpha, which is the share of "all"; attention outputs are required."""
+SINGLE_ALPHA: Final = frozenset[tuple[str, Place]]({(INPUT, "host"), (ATTENTION, "host"), (OTHER, "host")})
+"""Choices of MEMO's plans with a single alpha, which is the share of "other"; attention outputs are required."""
 
 _Allowed = Callable[[str, Place], bool]
 
@@ -118,7 +118,7 @@ class _Class:
 
     def moved(self, seconds: float) -> Terms:
         """`seconds` times the share of the tokens all of whose tensors are moved."""
-        return {self._stored[ALL, place]: seconds for place in MOVED} if seconds else {}
+        return {self._stored[OTHER, place]: seconds for place in MOVED} if seconds else {}
 
     def recompute(self) -> tuple[float, Terms]:
         """Seconds to recompute and restore tensors in the backward, as a constant and an expression."""
@@ -126,7 +126,7 @@ class _Class:
         saved = [self.stored(product.name, -product.seconds) for product in self.costs.products]
         again = {self.again: self.costs.attention_seconds}
         restored = self.moved(self.costs.restore_seconds)
-        return everything, add([*saved, self.stored(ALL, -everything), again, restored])
+        return everything, add([*saved, self.stored(OTHER, -everything), again, restored])
 
     def shares(self, program: LinearProgram) -> Shares:
         return {key: min(max(program.values[column], 0.0), 1.0) for key, column in self._stored.items()}
@@ -150,7 +150,7 @@ class _Model:
         )
 
         def is_allowed(kind: str, place: Place) -> bool:
-            return (place != "disk" or budget.nvme is not None) and (allowed is None or (kind, place) in allowed)
+            return (place != "disk" or budget.disk is not None) and (allowed is None or (kind, place) in allowed)
 
         numbers = range(len(costs.classes))
         self._classes = [_Class(self._program, costs, number, is_allowed) for number in numbers]
@@ -182,9 +182,9 @@ class _Model:
     def _add_places(self, part: _Class) -> None:
         for kind in (INPUT, ATTENTION):
             self._program.row(part.stored(kind), least=1.0 if kind in self._required else 0.0, most=1.0)
-        self._program.row(add([part.stored(ALL), part.stored(ATTENTION, -1.0)]), most=0.0)
+        self._program.row(add([part.stored(OTHER), part.stored(ATTENTION, -1.0)]), most=0.0)
         for product in part.costs.products:
-            self._program.row(add([part.stored(ALL), part.stored(product.name)]), most=1.0)
+            self._program.row(add([part.stored(OTHER), part.stored(product.name)]), most=1.0)
         for number in range(1, _TANGENTS + 1):
             self._add_tangent(part, number / _TANGENTS)
 
@@ -203,7 +203,7 @@ class _Model:
 
     def _add_pair(self, copied: _Class, computed: _Class) -> Terms:
         """Seconds of forward and backward in which one call computes while another call's bytes are copied."""
-        costs, nvme = self._costs, self._budget.nvme
+        costs, disk = self._costs, self._budget.disk
         forward, backward = (
             {self._program.column(seconds / self._unit): self._unit}
             for seconds in (computed.costs.forward_seconds, computed.costs.backward_seconds)
@@ -216,9 +216,9 @@ class _Model:
         moved, spilled = copied.bytes(*MOVED), copied.bytes("disk")
         self._add_copy("offload bandwidth", moved, costs.offload_bytes_per_second, forward)
         self._add_copy("prefetch bandwidth", moved, costs.prefetch_bytes_per_second, backward)
-        if nvme is not None:
-            self._add_copy("NVMe write bandwidth", spilled, nvme.write_bytes_per_second, forward)
-            self._add_copy("NVMe read bandwidth", spilled, nvme.read_bytes_per_second, backward)
+        if disk is not None:
+            self._add_copy("disk write bandwidth", spilled, disk.write_bytes_per_second, forward)
+            self._add_copy("disk read bandwidth", spilled, disk.read_bytes_per_second, backward)
         return forward | backward
 
     def _add_copy(self, resource: Resource, copied: Terms, rate: float, time: Terms) -> None:
@@ -238,10 +238,10 @@ class _Model:
         room = budget.device_bytes - costs.fixed_device_bytes - least
         self._add_capacity("device memory", add([kept, scale(slot, 2.0), transient]), room)
         on_host = add(scale(part.bytes("host"), part.copies) for part in self._classes)
-        if budget.nvme is not None:
+        if budget.disk is not None:
             spilled = add(scale(part.bytes("disk"), part.copies) for part in self._classes)
-            self._add_capacity("NVMe space", spilled, budget.nvme.capacity_bytes)
-            on_host = add([on_host, self._add_bounce_buffers(budget.nvme.bounce_share)])
+            self._add_capacity("disk space", spilled, budget.disk.capacity_bytes)
+            on_host = add([on_host, self._add_bounce_buffers(budget.disk.bounce_share)])
         self._add_capacity("host memory", on_host, budget.host_bytes)
 
     def _add_recomputed(self) -> Terms:
@@ -253,7 +253,7 @@ class _Model:
         for part in self._classes:
             size = float(part.costs.other_bytes)
             below = largest - self._costs.recomputed_device_bytes - size
-            self._program.row(add([part.stored(ALL, -size), scale(most, -1.0)]), most=below)
+            self._program.row(add([part.stored(OTHER, -size), scale(most, -1.0)]), most=below)
         return most
 
     def _add_bounce_buffers(self, share: float) -> Terms:
@@ -299,17 +299,17 @@ class _Model:
 
     def _prices(self) -> Iterator[Price]:
         """The dual variables: seconds that a marginal amount of each resource saves."""
-        costs, nvme = self._costs, self._budget.nvme
+        costs, disk = self._costs, self._budget.disk
         limits: dict[Resource, float] = {
             "device memory": self._budget.device_bytes,
             "host memory": self._budget.host_bytes,
             "offload bandwidth": costs.offload_bytes_per_second,
             "prefetch bandwidth": costs.prefetch_bytes_per_second,
         }
-        if nvme is not None:
-            limits["NVMe space"] = nvme.capacity_bytes
-            limits["NVMe write bandwidth"] = nvme.write_bytes_per_second
-            limits["NVMe read bandwidth"] = nvme.read_bytes_per_second
+        if disk is not None:
+            limits["disk space"] = disk.capacity_bytes
+            limits["disk write bandwidth"] = disk.write_bytes_per_second
+            limits["disk read bandwidth"] = disk.read_bytes_per_second
         for resource, limit in limits.items():
             gain = self._capacity_price(resource) if resource in self._capacities else self._rate_price(resource, limit)
             yield Price(resource=resource, limit=limit, seconds=max(gain * self._unit, 0.0))
@@ -448,12 +448,12 @@ def _less(budget: StorageBudget, costs: StorageCosts, solution: StorageSolution,
     ]
     on_device = total(costs.class_calls, added) + 2 * max(added)
     copied = total(costs.class_copies, added)
-    nvme = budget.nvme and replace(budget.nvme, capacity_bytes=max(budget.nvme.capacity_bytes - copied, 0))
+    disk = budget.disk and replace(budget.disk, capacity_bytes=max(budget.disk.capacity_bytes - copied, 0))
     return replace(
         budget,
         device_bytes=max(budget.device_bytes - on_device, 0),
         host_bytes=max(budget.host_bytes - copied, 0),
-        nvme=nvme,
+        disk=disk,
     )
 
 
@@ -465,12 +465,12 @@ def _shortage(costs: StorageCosts, budget: StorageBudget, may_drop_attention: bo
     room = budget.device_bytes - costs.fixed_device_bytes - costs.transient_device_bytes
     what = "layer inputs" if may_drop_attention else "layer inputs and attention outputs"
     device = f"has {format_bytes(room)} left" if room >= 0 else f"lacks {format_bytes(-room)} even without them"
-    nvme = f", NVMe {format_bytes(budget.nvme.capacity_bytes)}" if budget.nvme else ""
+    disk = f", NVMe {format_bytes(budget.disk.capacity_bytes)}" if budget.disk else ""
     way_out = "raise device_memory or host_memory" if room >= 0 else "raise device_memory"
     return (
         f"the {what} of {costs.calls} layer calls need {format_bytes(least)}, and if they are offloaded, another "
         f"{format_bytes(buffers)} of device buffers, but the device {device} and the host has "
-        f"{format_bytes(budget.host_bytes)}{nvme}: {way_out}, or shorten the sequence"
+        f"{format_bytes(budget.host_bytes)}{disk}: {way_out}, or shorten the sequence"
     )
 
 
@@ -513,7 +513,7 @@ class _Tiling:
     def plan(self, call: CallCosts) -> CallPlan:
         """Ranges of all kinds. Attention is dropped for the first tokens, so kinds that need it lie at the end."""
         given = {kind: self._lay(kind, self.tokens) for kind in (INPUT, ATTENTION)}
-        whole = self._lay(ALL, self.tokens, self._first(given[ATTENTION]))
+        whole = self._lay(OTHER, self.tokens, self._first(given[ATTENTION]))
         rest = [self._lay(product.name, self._first(whole)) for product in call.products]
         return CallPlan(ranges=tuple(r for ranges in (*given.values(), whole, *rest) for r in ranges))
 
@@ -562,22 +562,22 @@ def needs_of(costs: StorageCosts, budget: StorageBudget, calls: Sequence[CallPla
         for place in PLACES
     )
     rounding = 2 * max(a + b for a, b in zip(swapped, spilled, strict=True))
-    always = costs.fixed_device_bytes + costs.working_bytes([plan.tokens(ALL) for plan in calls])
+    always = costs.fixed_device_bytes + costs.working_bytes([plan.tokens(OTHER) for plan in calls])
     return StorageNeeds(
         step_seconds=_step_seconds(costs, budget, calls),
         device_bytes=always + rounding + total(costs.class_calls, kept),
         rounding_bytes=rounding,
         host_bytes=total(costs.class_copies, swapped) + _bounce_bytes(costs, budget, spilled),
-        nvme_bytes=total(costs.class_copies, spilled),
+        disk_bytes=total(costs.class_copies, spilled),
     )
 
 
 def _bounce_bytes(costs: StorageCosts, budget: StorageBudget, spilled: Sequence[int]) -> int:
     """Host bytes of the bounce buffers."""
-    if budget.nvme is None:
+    if budget.disk is None:
         return 0
     leaving = (size for copies, size in zip(costs.class_copies, spilled, strict=True) if copies)
-    return math.ceil(budget.nvme.bounce_share * max(leaving, default=0))
+    return math.ceil(budget.disk.bounce_share * max(leaving, default=0))
 
 
 def total(counts: Sequence[int], sizes: Sequence[int]) -> int:
@@ -593,7 +593,7 @@ def _step_seconds(costs: StorageCosts, budget: StorageBudget, calls: Sequence[Ca
     parts = list(zip(costs.classes, calls, strict=True))
 
     def moved(plan: CallPlan) -> float:
-        return plan.tokens(ALL, *MOVED) / costs.tokens
+        return plan.tokens(OTHER, *MOVED) / costs.tokens
 
     compute = [
         (
@@ -619,7 +619,7 @@ def recompute_seconds(call: CallCosts, plan: CallPlan, tokens: int) -> float:
         plan: What the call stores.
         tokens: Tokens of the call.
     """
-    whole = plan.tokens(ALL)
+    whole = plan.tokens(OTHER)
     again = sum(product.seconds * (tokens - whole - plan.tokens(product.name)) for product in call.products)
     dropped = call.attention_share(tokens - plan.tokens(ATTENTION), tokens) * call.attention_seconds
     return (again + call.elementwise_seconds * (tokens - whole)) / tokens + dropped
@@ -628,11 +628,11 @@ def recompute_seconds(call: CallCosts, plan: CallPlan, tokens: int) -> float:
 def _copy_seconds(costs: StorageCosts, budget: StorageBudget, call: CallCosts, plan: CallPlan) -> tuple[float, float]:
     moved, spilled = (_bytes(call, plan, costs.tokens, *places) for places in (MOVED, ("disk",)))
     out, back = moved / costs.offload_bytes_per_second, moved / costs.prefetch_bytes_per_second
-    if budget.nvme is None:
+    if budget.disk is None:
         return out, back
     return (
-        max(out, spilled / budget.nvme.write_bytes_per_second),
-        max(back, spilled / budget.nvme.read_bytes_per_second),
+        max(out, spilled / budget.disk.write_bytes_per_second),
+        max(back, spilled / budget.disk.read_bytes_per_second),
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
-from lightning_memo.artifacts.costs import ALL, ATTENTION, INPUT, MOVED, PLACES, Place
+from lightning_memo.artifacts.costs import ATTENTION, INPUT, MOVED, OTHER, PLACES, Place
 from lightning_memo.artifacts.plan import CallPlan, PlanMemory, StoragePlan, StoredRange
 from lightning_memo.artifacts.slot_layouts import compressed_bytes
 
@@ -19,12 +19,12 @@ ALIGNMENT_BYTES: Final = 64  # a cache line, which is also enough for every vect
 TILE_TOKENS = 128
 TILED_FROM_TOKENS = 2048
 _MOST_FILLING: Final = compressed_bytes(1, 8)  # a block, for a tensor of a single value
-KEPT: Final[tuple[tuple[str, Place], ...]] = ((INPUT, "host"), (ATTENTION, "device"), (ALL, "device"))
+KEPT: Final[tuple[tuple[str, Place], ...]] = ((INPUT, "host"), (ATTENTION, "device"), (OTHER, "device"))
 """Places of a slice whose tensors stay on the device."""
 SWAPPED: Final[tuple[tuple[str, Place], ...]] = (
     (INPUT, "host"),
     (ATTENTION, "host"),
-    (ALL, "host"),
+    (OTHER, "host"),
     ("state", "host"),
 )
 """Places of a slice that a single alpha swaps."""
@@ -37,8 +37,8 @@ RECOMPUTED: Final[tuple[tuple[str, Place], ...]] = (
 )
 """Places of a slice that a single alpha recomputes. Later slices attend to its keys and values."""
 # Kind of a storage plan for each kind of `SavedBytes`.
-_KINDS: Final = {"out": ATTENTION, "lse": ATTENTION, "query": ALL, "key": ALL, "value": ALL, "other": ALL}
-KINDS: Final = (INPUT, ATTENTION, ALL, *_KINDS, "shared", "state")
+_KINDS: Final = {"out": ATTENTION, "lse": ATTENTION, "query": OTHER, "key": OTHER, "value": OTHER}
+KINDS: Final = (INPUT, ATTENTION, OTHER, *_KINDS, "shared", "state")
 """All kinds of tensors but matrix products, none of which has such a name."""
 
 
@@ -64,7 +64,7 @@ class TokenRange:
     @property
     def recomputes(self) -> bool:
         """Whether tensors of these tokens are computed again in the backward."""
-        return self.place(ALL) is None
+        return self.place(OTHER) is None
 
     @property
     def has_products(self) -> bool:
@@ -183,12 +183,12 @@ def plan_of_plain_training(tokens: int, calls: int) -> StoragePlan:
         tokens: Length of the sequence.
         calls: Number of layer calls that are alive at once.
     """
-    ranges = tuple(StoredRange(kind=kind, place="device", start=0, stop=tokens) for kind in (INPUT, ATTENTION, ALL))
+    ranges = tuple(StoredRange(kind=kind, place="device", start=0, stop=tokens) for kind in (INPUT, ATTENTION, OTHER))
     return StoragePlan(tokens=tokens, call_classes=(0,) * calls, calls=(CallPlan(ranges=ranges),))
 
 
 def _alpha_ranges(tokens: int, bound: int) -> CallPlan:
-    parts = [(INPUT, 0, tokens), (ATTENTION, 0, tokens), (ALL, 0, bound), ("key", bound, tokens)]
+    parts = [(INPUT, 0, tokens), (ATTENTION, 0, tokens), (OTHER, 0, bound), ("key", bound, tokens)]
     parts += [("value", bound, tokens), ("state", 0, tokens)]
     ranges = (StoredRange(kind=kind, place="host", start=a, stop=b) for kind, a, b in parts if a < b)
     return CallPlan(ranges=tuple(ranges))
@@ -327,7 +327,7 @@ def memory_of_plan(
         slot=max(map(sum, zip(swapped, spilled, strict=True))),
         host=sum(swapped[:leaving]),
         kept=sum(kept),
-        spill=spilled if any(spilled) else (),
+        disk=spilled if any(spilled) else (),
     )
 
 
@@ -339,13 +339,13 @@ def memory_of_slots(plan: StoragePlan, slot_bytes: Callable[[float], int], leavi
         slot_bytes: Returns the bytes of a slot if a fraction of the tokens is swapped and the others are recomputed.
         leaving: Number of layer calls that leave the device, which are the first ones.
     """
-    slots = [slot_bytes(call.tokens(ALL) / plan.tokens) for call in plan.calls]
+    slots = [slot_bytes(call.tokens(OTHER) / plan.tokens) for call in plan.calls]
     on_disk = [any(r.place == "disk" for r in call.ranges) for call in plan.calls]
     spill = tuple(slots[number] * on_disk[number] for number in plan.call_classes)
     return PlanMemory(
         slot=max(slots),
         host=sum(slots[number] for number in plan.call_classes[:leaving] if not on_disk[number]),
-        spill=spill if any(spill) else (),
+        disk=spill if any(spill) else (),
     )
 
 
@@ -401,7 +401,7 @@ def _why_not(call: CallPlan, tokens: int, nested: bool) -> str:
         return "layer inputs have no place for some tokens"
     if nested and call.tokens(ATTENTION) != tokens:
         return "attention runs over all tokens at once, and its outputs have no place for some of them"
-    needy = (r for r in call.ranges if r.kind == ALL)
+    needy = (r for r in call.ranges if r.kind == OTHER)
     stored = [range(r.start, r.stop) for r in call.ranges if r.kind == ATTENTION]
     if any(not any(token in s for s in stored) for r in needy for token in (r.start, r.stop - 1)):
         return "all is stored of tokens whose attention output is not"

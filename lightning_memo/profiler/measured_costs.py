@@ -20,13 +20,13 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memo.artifacts.costs import Budget, CallCosts, LayerCosts, Product
 from lightning_memo.artifacts.plan import Fingerprint
-from lightning_memo.artifacts.slot_layouts import SpillLayout, compressed_bytes
+from lightning_memo.artifacts.slot_layouts import DiskLayout, compressed_bytes
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine.copy_streams import make_copy_stream, use_device
 from lightning_memo.engine.layers.step_profile import CallProfile, StepProfile
 from lightning_memo.engine.memory.compressed_values import CompressedValues
+from lightning_memo.engine.memory.disk import DiskStore, free_disk_bytes
 from lightning_memo.engine.memory.host_arena import HostArena
-from lightning_memo.engine.memory.spill import Spill, free_disk_bytes
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.planner.choose_plan import usable_device_bytes
 from lightning_memo.profiler.memory_meter import WorkingSet
@@ -128,7 +128,7 @@ def measured_layer_costs(
     fixed_device_bytes: int,
     working_set: WorkingSet,
     device: torch.device,
-    spill_path: Path | None = None,
+    disk_path: Path | None = None,
     arena: HostArena | None = None,
 ) -> LayerCosts:
     """Return the costs of the layers in a profiled step.
@@ -139,7 +139,7 @@ def measured_layer_costs(
         fixed_device_bytes: Bytes of parameters, gradients and optimizer state.
         working_set: Peaks of the other device memory, with all layers recomputed.
         device: Where the layers run. Its copy bandwidth is measured with both directions busy.
-        spill_path: Folder on a disk, whose bandwidth is measured in the same way.
+        disk_path: Folder on a disk, whose bandwidth is measured in the same way.
         arena: Host memory of the step, which the measurement of the bandwidth uses.
     """
     forward, both = profile.seconds_of("forward"), profile.seconds_of("backward")
@@ -150,7 +150,7 @@ def measured_layer_costs(
     copied = max(a + b for a, b in zip(profile.bytes_of("input"), attention, strict=True))
     copied = min(copied, _LONGEST_COPY_BYTES)
     offload, prefetch = copy_bandwidth(device, copied, arena)
-    write, read = (0.0, 0.0) if spill_path is None else disk_bandwidth(spill_path, device, copied)
+    write, read = (0.0, 0.0) if disk_path is None else disk_bandwidth(disk_path, device, copied)
     costs = LayerCosts(
         batch=profile.batch,
         tokens=profile.tokens,
@@ -167,8 +167,8 @@ def measured_layer_costs(
         transient_device_bytes=working_set.outside,
         # With the attention outputs, if the host had no room for them: a plan may drop them, too.
         backward_device_bytes=max(working_set.layers - max(profile.slice_bytes_of(*_RECOMPUTED)), 0),
-        spill_write_bytes_per_second=write,
-        spill_read_bytes_per_second=read,
+        disk_write_bytes_per_second=write,
+        disk_read_bytes_per_second=read,
     )
     return _with_compression(costs, profile, device)
 
@@ -311,11 +311,11 @@ def disk_bandwidth(folder: Path, device: torch.device, size_bytes: int) -> tuple
     """Return the bytes per second from device to disk and back, both at once, with the engine's spill file.
 
     Raises:
-        SpillError: The disk does not have the space, or it failed.
+        DiskError: The disk does not have the space, or it failed.
         ValueError: The folder cannot be used.
     """
-    sizes = SpillLayout(max(size_bytes, 1))
-    spill = Spill(folder, 2 * sizes.region_bytes, sizes, device)
+    sizes = DiskLayout(max(size_bytes, 1))
+    spill = DiskStore(folder, 2 * sizes.region_bytes, sizes, device)
     going, coming = (torch.zeros(sizes.region_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     spill.write(going, sizes.region_bytes).synchronize()
 
@@ -389,7 +389,7 @@ def available_budget(
     return Budget(
         device_bytes=limit,
         host_bytes=host_budget(config, held_host_bytes, processes),
-        spill_bytes=_disk_bytes(config) // processes,
+        disk_bytes=_disk_bytes(config) // processes,
     )
 
 
@@ -402,10 +402,10 @@ def host_budget(config: MemoConfig, held_host_bytes: int, processes: int) -> int
 
 
 def _disk_bytes(config: MemoConfig) -> int:
-    if config.spill_path is None:
+    if config.disk_path is None:
         return 0
-    limit = config.spill_memory_bytes
-    return int(_USABLE_DISK_SHARE * free_disk_bytes(Path(config.spill_path))) if limit is None else limit
+    limit = config.disk_memory_bytes
+    return int(_USABLE_DISK_SHARE * free_disk_bytes(Path(config.disk_path))) if limit is None else limit
 
 
 def fingerprint(

@@ -16,10 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_memo.artifacts.costs import (
-    ALL,
     ATTENTION,
     INPUT,
     MOVED,
+    OTHER,
     PLACES,
     CallCosts,
     LayerCosts,
@@ -34,7 +34,7 @@ _MOST_CALLS: Final = 8  # layer calls named in a line
 _MOST_RANGES: Final = 3  # ranges of layer calls named in a cell
 _MOVED_AND_KEPT: tuple[tuple[Place, ...], ...] = (MOVED, ("device",))
 _PLACES: dict[Place, str] = {"device": "kept", "host": "swapped", "disk": "on the disk"}
-_NAMES = {INPUT: "layer input", ATTENTION: "attention output", ALL: "everything else"}
+_NAMES = {INPUT: "layer input", ATTENTION: "attention output", OTHER: "everything else"}
 
 
 def plan_tables(plan: Plan) -> list[Table]:
@@ -133,7 +133,7 @@ def _stored_call_bytes(call: CallCosts, stored: CallPlan, tokens: int) -> tuple[
         )
         for places in _MOVED_AND_KEPT
     )
-    whole = dict(zip((INPUT, ATTENTION, ALL), call.sizes, strict=False))
+    whole = dict(zip((INPUT, ATTENTION, OTHER), call.sizes, strict=False))
     again = sum(size * (tokens - stored.tokens(kind)) // tokens for kind, size in whole.items())
     return moved, again, kept
 
@@ -151,7 +151,7 @@ def _summary(plan: Plan) -> list[str]:
         "attention": ", keys and values on the host",
         "all": ", everything but the current slice on the host",
     }
-    of_layers = " of the layers" if len({call.tokens(ALL) for call in swap.storage.calls}) > 1 else ""
+    of_layers = " of the layers" if len({call.tokens(OTHER) for call in swap.storage.calls}) > 1 else ""
     what = f"alpha={swap.alpha:.4g}{of_layers}" if swap.storage.has_one_alpha else "by kind of tensor"
     compressed = plan.costs.swapped_other_bytes is not None and swap.precision != "exact"
     stored = f", activations swapped in {swap.precision}" if compressed else ""
@@ -188,13 +188,13 @@ def _kernel(plan: Plan) -> list[str]:
 
 
 def _disk(plan: Plan) -> list[str]:
-    swap, available = plan.swap, plan.budget.spill_bytes
+    swap, available = plan.swap, plan.budget.disk_bytes
     if not available:
         return []
-    calls = [str(call) for call in swap.spilled_calls]
+    calls = [str(call) for call in swap.disk_calls]
     shown = ", ".join(calls if len(calls) <= _MOST_CALLS else [*calls[:_MOST_CALLS], "..."])
     which = f"layer calls {shown} ({len(calls)} of the {swap.swapped_calls} swapped)" if calls else "not needed"
-    return [f"disk    needs {format_bytes(swap.spill_bytes)}, budget {format_bytes(available)}: {which}"]
+    return [f"disk    needs {format_bytes(swap.disk_bytes)}, budget {format_bytes(available)}: {which}"]
 
 
 def _kinds_table(plan: StoragePlan, costs: StorageCosts) -> Table:
@@ -235,8 +235,8 @@ def _spills(plan: StoragePlan) -> bool:
 
 def _shares(kind: str, stored: CallPlan, tokens: int, places: Sequence[Place]) -> list[str]:
     there = stored.tokens(kind)
-    if kind not in (INPUT, ATTENTION, ALL):
-        there += stored.tokens(ALL)  # the products of these tokens are stored, too
+    if kind not in (INPUT, ATTENTION, OTHER):
+        there += stored.tokens(OTHER)  # the products of these tokens are stored, too
     held = [stored.tokens(kind, place) for place in places]
     return [f"{count / tokens:.0%}" if count else "-" for count in (*held, tokens - there)]
 

@@ -16,7 +16,7 @@ from lightning_memo.artifacts.plan import Plan
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.engine.layers.step_profile import StepProfile
-from lightning_memo.engine.memory.spill import SpillError
+from lightning_memo.engine.memory.disk import DiskError
 from lightning_memo.parallel.ranks import Ranks, on_first_rank
 from lightning_memo.planner.choose_plan import Seconds, choose_plan
 from lightning_memo.planner.token_slices import slices_of
@@ -146,7 +146,7 @@ class ActivationPlanner(MetersSteps):
         assert self.plan is not None
         self._is_unproven, swap = False, self.plan.swap
         self._agree_on_layers(everyone=True)
-        why = self._engine.layer_classes.why_whole
+        why = self._engine.layer_classes.unsliceable
         cuts = len(slices_of(swap.storage, 0, swap.storage.tokens)) > 1
         compresses = self.plan.costs.swapped_other_bytes is not None
         if why and (cuts or compresses) and not swap.plain and self._engine.profile is None:
@@ -169,7 +169,7 @@ class ActivationPlanner(MetersSteps):
         earlier = self.plan
         first = earlier is None
         self._agree_on_layers(first)
-        if self._engine.layer_classes.why_whole:
+        if self._engine.layer_classes.unsliceable:
             for call in profile.in_order():
                 call.store_exactly()
         # Calls of a later stack may have been larger than this batch's; the size of a batch shows at its first call.
@@ -189,7 +189,7 @@ class ActivationPlanner(MetersSteps):
         if earlier is not None and earlier.swap.plain and plan.swap.calls < earlier.swap.calls:
             self._engine.limits.exceed()  # other calls of this batch had run plainly before the profile began
         by_kind = earlier is not None and not earlier.swap.storage.has_one_alpha
-        told = self._dropped or (by_kind and self._engine.layer_classes.why_whole)
+        told = self._dropped or (by_kind and self._engine.layer_classes.unsliceable)
         if not (first or told) and self._run.rank == 0:
             announce_replanning(plan, self._shrunk)
         self._announce(plan)
@@ -199,9 +199,9 @@ class ActivationPlanner(MetersSteps):
     def _agree_on_layers(self, everyone: bool) -> None:
         """All processes cut their layers alike, and run the slices in the same order."""
         classes = self._engine.layer_classes
-        findings = self._ranks.gather_slicing((classes.why_whole, classes.why_nest), everyone)
-        why_whole, why_nest = (next(filter(None, whys), "") for whys in zip(*findings, strict=True))
-        classes.agree(why_whole, why_nest)
+        findings = self._ranks.gather_slicing((classes.unsliceable, classes.needs_full_attention), everyone)
+        unsliceable, needs_full_attention = (next(filter(None, whys), "") for whys in zip(*findings, strict=True))
+        classes.agree(unsliceable, needs_full_attention)
 
     def _measured(self, profile: StepProfile, step_seconds: float, everyone: bool) -> MeasuredStep:
         run, engine, device = self._run, self._engine, self._engine.device
@@ -215,7 +215,7 @@ class ActivationPlanner(MetersSteps):
         arena = None if engine.memory is None else engine.memory.arena
         costs = self._raising_together(
             lambda: measured_layer_costs(
-                profile, step_seconds, fixed, working_set, device, engine.settings.spill_path, arena
+                profile, step_seconds, fixed, working_set, device, engine.settings.disk_path, arena
             ),
             everyone,
         )
@@ -263,16 +263,16 @@ class ActivationPlanner(MetersSteps):
     def _can_name_kinds(self, profile: StepProfile, everyone: bool) -> bool:
         """Whether layers can run by a plan that names a place for each kind of tensor."""
         classes = self._engine.layer_classes
-        return all(self._ranks.gather_slicing(profile.uniform and not classes.why_whole, everyone))
+        return all(self._ranks.gather_slicing(profile.uniform and not classes.unsliceable, everyone))
 
     def _raising_together(self, work: Callable[[], T], everyone: bool = True) -> T:
         """Do work that may fail in a single process, or in a single stage of a pipeline; then all processes end.
 
         Raises:
-            SpillError: The disk refused it. With several processes this is a `ValueError`.
+            DiskError: The disk refused it. With several processes this is a `ValueError`.
             ValueError: There is no plan, or it cannot run here.
         """
-        return self._ranks.run_together(work, everyone, (SpillError, ValueError))
+        return self._ranks.run_together(work, everyone, (DiskError, ValueError))
 
     def _stop_meter(self) -> WorkingSet | None:
         return self.stop_meter(accumulating=self._run.accumulated_batches > 1)
@@ -281,8 +281,8 @@ class ActivationPlanner(MetersSteps):
         if self._run.rank == 0:
             classes, settings = self._engine.layer_classes, self._engine.settings
             on_host = settings.may_stream and settings.host_backed == "auto" and settings.schedule != "nest"
-            why_on_device = classes.why_nest if on_host and not classes.why_whole else ""
-            announce_plan(plan, self._config, classes.why_whole, why_on_device)
+            why_on_device = classes.needs_full_attention if on_host and not classes.unsliceable else ""
+            announce_plan(plan, self._config, classes.unsliceable, why_on_device)
             self._save(plan)
             if self._folder is not None:
                 rank_zero_info(f"lightning_memo: plan saved to {self._folder / PLAN_FILE}")
@@ -311,7 +311,7 @@ class ActivationPlanner(MetersSteps):
         swap = self.plan.swap
         if not swap.plain:
             # A single swapped layer takes as much device memory as many of them.
-            fewer = swap.alpha > _LEAST_ALPHA and not self._engine.layer_classes.why_whole
+            fewer = swap.alpha > _LEAST_ALPHA and not self._engine.layer_classes.unsliceable
             self._most_alpha = swap.alpha / 2 if fewer else 0.0
         self._shrunk = True
         self._engine.unload()

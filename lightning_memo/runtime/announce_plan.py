@@ -14,50 +14,50 @@ from lightning_memo.reports.tables import plan_tables
 from lightning_memo.utils.class_names import class_name
 
 
-def announce_plan(plan: Plan, config: MemoConfig, why_whole: str, why_on_device: str) -> None:
+def announce_plan(plan: Plan, config: MemoConfig, unsliceable: str, why_on_device: str) -> None:
     """Print the tables of a plan, and the warnings about settings that it could not follow.
 
     Args:
         plan: The plan.
         config: The user's settings.
-        why_whole: Why layers cannot be cut into slices; empty if they can.
+        unsliceable: Why layers cannot be cut into slices; empty if they can.
         why_on_device: Why keys and values stay on the device although slices were requested; empty if they do not.
     """
-    announce_whole_layers(plan, config, why_whole)
+    announce_whole_layers(plan, config, unsliceable)
     if why_on_device:
         rank_zero_warn(f"lightning_memo: keys and values stay on the device, because {why_on_device}.")
     for trial in plan.attention_trials:
         if trial.name == config.attention and trial.why_not:
             rank_zero_warn(f'lightning_memo: attention="{trial.name}" is left to PyTorch: {trial.why_not}.')
     Console().print(*plan_tables(plan), sep="\n")
-    if plan.budget.spill_bytes and not plan.swap.spill_bytes:
+    if plan.budget.disk_bytes and not plan.swap.disk_bytes:
         why = "the host has room for all swapped activations"
         if not plan.swap.storage.has_one_alpha:
             why = "spilling would not make a step shorter"
-        rank_zero_info(f"lightning_memo: spill_path is not needed, because {why}.")
+        rank_zero_info(f"lightning_memo: disk_path is not needed, because {why}.")
 
 
-def announce_whole_layers(plan: Plan, config: MemoConfig, why_whole: str) -> None:
+def announce_whole_layers(plan: Plan, config: MemoConfig, unsliceable: str) -> None:
     """Warn that layers run as one slice, if slices or compression were asked for or would have been another plan.
 
     Args:
         plan: The plan.
         config: The user's settings.
-        why_whole: Why layers cannot be cut into slices; empty if they can.
+        unsliceable: Why layers cannot be cut into slices; empty if they can.
     """
     swap = plan.swap
-    if why_whole and swap.precision != "exact":
+    if unsliceable and swap.precision != "exact":
         rank_zero_warn(
             f'lightning_memo: swap_precision="{swap.precision}" compresses nothing, because layers run as one slice: '
-            f"{why_whole}."
+            f"{unsliceable}."
         )
     as_given = config.alpha in (0.0, 1.0) and config.slice_tokens == "auto"  # layers run whole wherever they can
-    if not why_whole or swap.plain or as_given:
+    if not unsliceable or swap.plain or as_given:
         return
     swapped = round(swap.alpha * swap.calls)
     some = f", and alpha={swap.alpha:.4g} swaps {swapped} of {swap.calls} layer calls" if 0.0 < swap.alpha < 1.0 else ""
     in_vain = "" if config.slice_tokens == "auto" else f"; slice_tokens={config.slice_tokens} saves no memory"
-    rank_zero_warn(f"lightning_memo: layers run as one slice{some}, because {why_whole}{in_vain}.")
+    rank_zero_warn(f"lightning_memo: layers run as one slice{some}, because {unsliceable}{in_vain}.")
 
 
 def announce_replanning(plan: Plan, shrunk: bool) -> None:

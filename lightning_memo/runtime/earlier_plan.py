@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_memo.artifacts.costs import ALL, Budget
+from lightning_memo.artifacts.costs import OTHER, Budget
 from lightning_memo.artifacts.plan import Plan, SwapPlan
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
@@ -129,7 +129,7 @@ class EarlierPlan:
         multiple, calls = self._engine.cutter.multiple, plan.swap.calls
         cut = plan_of_alpha(storage.tokens, float(alpha), multiple=multiple)
         whole = plan_of_whole_layers(storage.tokens, float(alpha), calls)
-        return plan.swap.alpha in (cut.share(ALL), whole.share(ALL))
+        return plan.swap.alpha in (cut.share(OTHER), whole.share(OTHER))
 
     def _missing_memory(self, plan: Plan) -> str:
         """The memory that the plan needs and the machine does not have; empty if it has enough.
@@ -147,8 +147,8 @@ class EarlierPlan:
                     "plan again"
                 )
             return f"it needs {needs} of host memory, and {has} is available"
-        if plan.swap.spill_bytes > available.spill_bytes:
-            needs, has = format_bytes(plan.swap.spill_bytes), format_bytes(available.spill_bytes)
+        if plan.swap.disk_bytes > available.disk_bytes:
+            needs, has = format_bytes(plan.swap.disk_bytes), format_bytes(available.disk_bytes)
             return f"it spills {needs} to the disk, and {has} is available"
         if plan.swap.plain and plan.device_excess_bytes:
             return f"plain training needs {format_bytes(plan.device_bytes)} of {format_bytes(available.device_bytes)}"

@@ -253,14 +253,14 @@ class ShorterSlices:
         free = self._given is None or (config.host_backed == "auto" and config.schedule != "slice")
         self._may = alone and free and config.storage != "kinds" and config.schedule != "nest"
         # Layers of several stacks, and those that go to a disk, leave the device as a whole.
-        self._whole = config.spill_path is not None or engine.settings.stacks > 1
+        self._whole = config.disk_path is not None or engine.settings.stacks > 1
         self._ladder = _LADDER[:1] if self._whole or config.host_backed == "none" else _LADDER
 
     @property
     def can_cut(self) -> bool:
         """Whether there are shorter slices to try."""
         classes = self._engine.layer_classes
-        return self._may and not (classes.why_whole or classes.why_nest) and bool(self._next())
+        return self._may and not (classes.unsliceable or classes.needs_full_attention) and bool(self._next())
 
     def cut(self) -> str:
         """Cut layers into the next shorter slices, and return what to set to begin with them."""
@@ -279,13 +279,13 @@ class ShorterSlices:
     @property
     def _slices_advice(self) -> str:
         config, settings, classes = self._config, self._engine.settings, self._engine.layer_classes
-        if classes.why_whole or settings.slice_tokens == 1:
+        if classes.unsliceable or settings.slice_tokens == 1:
             return ""
         way = "set slice_tokens" if config.storage != "kinds" else 'set storage="alpha" and slice_tokens'
         if settings.slice_tokens is not None:
             given = config.slice_tokens != "auto"
             way = "lower slice_tokens" if given else f"set slice_tokens below {settings.slice_tokens}"
-        nests = bool(classes.why_nest) or settings.schedule == "nest"
+        nests = bool(classes.needs_full_attention) or settings.schedule == "nest"
         more = not (self._whole or nests or settings.host_backed == "all")
         return f"{way} (host_backed='all' takes the least)" if more else way
 

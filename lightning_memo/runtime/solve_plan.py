@@ -52,7 +52,7 @@ def return_keys(step: MeasuredStep, engine: Engine, alpha: float | str) -> bool:
     """
     settings, swap = engine.settings, engine.swap
     chosen = settings.host_backed == "auto" and swap is not None and swap.streamed
-    if not chosen or settings.slice_tokens is None or engine.layer_classes.why_whole:
+    if not chosen or settings.slice_tokens is None or engine.layer_classes.unsliceable:
         return False
     if _device_bytes(step, engine, 0.0 if alpha == "auto" else float(alpha)) > _MOST_SHARE * step.budget.device_bytes:
         return False
@@ -117,7 +117,7 @@ class _AlphaPlanner:
         Raises:
             ValueError: Some layer cannot run slice after slice, and `host_backed` puts keys and values on the host.
         """
-        if why := self._engine.layer_classes.why_whole:
+        if why := self._engine.layer_classes.unsliceable:
             self._backing = self._engine.settings.backing_of_whole_layers(self._backing, why)
         plan = self._plan_at(self._config.alpha if alpha is None else alpha, may_be_plain)
         return plan if plan.swap.alpha <= self._most_alpha else self._plan_at(self._most_alpha, may_be_plain)
@@ -131,7 +131,7 @@ class _AlphaPlanner:
             schedule=self._engine.layer_classes.schedule,
             slice_tokens=self._slice_tokens,
             memory_of=self._memory_of,
-            whole_layers=bool(self._engine.layer_classes.why_whole),
+            whole_layers=bool(self._engine.layer_classes.unsliceable),
             multiple=self._engine.cutter.multiple,
             # If the profiled step was cut into slices, the memory of a step without slices is not known.
             may_be_plain=may_be_plain and self._step.profile.slice_tokens == self._step.profile.tokens,

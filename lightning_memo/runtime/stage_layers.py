@@ -45,10 +45,10 @@ class StageLayers:
         else:
             micro_batches.begin(number, block, self._engine.swap)
 
-    def occupant(self, t: Tensor) -> object | None:
+    def buffer_owner(self, t: Tensor) -> object | None:
         """Return what occupies the rounding buffer in which a tensor lies; `None` outside of these."""
         memory = self._engine.memory
-        return None if memory is None else memory.occupant(t)
+        return None if memory is None else memory.buffer_owner(t)
 
     def note_waiting(self, size_bytes: int) -> None:
         """Take note of the memory that a backward leaves for the gradients of weights."""

@@ -22,8 +22,8 @@ from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine, RequestedSettings, TestMode, TokenSharing
 from lightning_memo.engine.forward.refuse_checkpointing import TURN_IT_OFF
 from lightning_memo.engine.fp8_modules import FP8_WEIGHTS, UNSUPPORTED, is_norm, refused_beside
-from lightning_memo.engine.fp8_state import engine_modules, is_in_fp8
-from lightning_memo.engine.memory.spill import open_unnamed
+from lightning_memo.engine.fp8_state import is_in_fp8, te_modules
+from lightning_memo.engine.memory.disk import open_unnamed
 from lightning_memo.engine.modules.layer_forward import LayerForward
 from lightning_memo.kernels.select_kernel import check_available
 from lightning_memo.parallel.zero_sharding import gathers_itself
@@ -172,7 +172,7 @@ def refuse_engine_shards(model: nn.Module) -> None:
     Raises:
         ValueError: A module is TransformerEngine's.
     """
-    if found := engine_modules(model):
+    if found := te_modules(model):
         raise ValueError(
             f"{class_name(found[0])} is TransformerEngine's, whose kernels take whole weights, not shards: set "
             "tensor_parallel_size=1, or take PyTorch's modules"
@@ -187,7 +187,7 @@ def refuse_fp8_weights(model: nn.Module) -> None:
     Raises:
         ValueError: A module has such weights.
     """
-    found = next((m for m in engine_modules(model) if getattr(m, "primary_weights_in_fp8", False)), None)
+    found = next((m for m in te_modules(model) if getattr(m, "primary_weights_in_fp8", False)), None)
     if found is not None:
         raise ValueError(f"{UNSUPPORTED} {class_name(found)} {FP8_WEIGHTS}")
 
@@ -206,7 +206,7 @@ def refuse_fp8_at_calls(
         why_not: The setting with which FP8 is not supported, and what to set.
         until: Ends this when it is closed.
     """
-    found = [class_name(m) for m in engine_modules(model)]
+    found = [class_name(m) for m in te_modules(model)]
 
     def refuse(*call: Any) -> None:
         if is_in_fp8():
@@ -215,7 +215,7 @@ def refuse_fp8_at_calls(
     if not found:
         return
     inside = {m for layer in layers() for m in layer.modules()}
-    outside = [m for m in engine_modules(model) if m not in inside and not is_norm(m)]  # of a model of a user's own
+    outside = [m for m in te_modules(model) if m not in inside and not is_norm(m)]  # of a model of a user's own
     for called in (*find_hugging_face(model), *outside):
         until.callback(called.register_forward_pre_hook(refuse).remove)
 
@@ -245,8 +245,8 @@ def check_machine(config: MemoConfig) -> None:
     check_available(config.attention)
     if config.plan is not None and not Path(config.plan).is_file():
         raise ValueError(f'plan="{config.plan}": no such file; give one that Plan.save wrote, or None to profile')
-    if config.spill_path is not None:
-        open_unnamed(Path(config.spill_path)).close()
+    if config.disk_path is not None:
+        open_unnamed(Path(config.disk_path)).close()
 
 
 def start_engine(
@@ -309,7 +309,7 @@ def _requested(config: MemoConfig, stacks: int, on_this_node: int, test_mode: Te
         host_backed=cast(HostBacked, "all" if config.schedule == "slice" else config.host_backed),
         storage=cast(Literal["auto", "alpha", "kinds"], storage),
         stacks=stacks,
-        spill_path=None if config.spill_path is None else Path(config.spill_path),
+        disk_path=None if config.disk_path is None else Path(config.disk_path),
         test_mode=test_mode,
         check_slices=config.check_slices,
         swap_precision=cast(SwapPrecision, config.swap_precision),

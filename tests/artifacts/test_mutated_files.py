@@ -139,7 +139,7 @@ def test_mutated_plans(tmp_path: Path) -> None:
     for read in refused_or_read(tmp_path / "plan.json", original, Plan.load, seed=1):
         assert isinstance(read, Plan)
         assert 0.0 <= read.swap.alpha <= 1.0
-        assert format_bytes(read.device_bytes + read.swap.host_bytes + read.swap.spill_bytes)
+        assert format_bytes(read.device_bytes + read.swap.host_bytes + read.swap.disk_bytes)
         assert Plan.from_json(read.to_json()) == read
         for phase in read.placement.phases if read.placement else ():
             ends = [offset + size for size, offset in zip(phase.sizes, phase.offsets, strict=True) if offset >= 0]
@@ -190,9 +190,9 @@ def test_plans_whose_fields_contradict_each_other() -> None:
             assert message.isprintable() and len(message) < 600, message
             continue
         read += 1
-        assert format_bytes(plan.device_bytes + plan.swap.host_bytes + plan.swap.spill_bytes)
+        assert format_bytes(plan.device_bytes + plan.swap.host_bytes + plan.swap.disk_bytes)
         assert Plan.from_json(plan.to_json()) == plan
-        assert plan.swap.executed is not None and list(map(plan.swap.disk_bytes, range(plan.swap.calls)))
+        assert plan.swap.executed is not None and list(map(plan.swap.slot_disk_bytes, range(plan.swap.calls)))
         if not plan.swap.storage.has_one_alpha:
             assert plan.swap.storage.share("input") >= 0.0
             why_not_stored(plan.swap.storage, nested=True)
@@ -204,7 +204,7 @@ def test_plans_whose_fields_contradict_each_other() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "why"),
     [
-        (("swap", "memory", "spill"), [0], r"memory.spill must have an entry for each of the \d+ layer calls"),
+        (("swap", "memory", "disk"), [0], r"memory.disk must have an entry for each of the \d+ layer calls"),
         (("swap", "storage", "call_classes"), [], "call_classes must have a class for each layer call"),
         (("swap", "storage", "calls"), [], "call_classes must have a class for each layer call"),
         (("swap", "storage", "tokens"), 1, "after the 1 of a layer call"),

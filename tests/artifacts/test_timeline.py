@@ -25,7 +25,7 @@ def recorded(
     slice_tokens: int | None = None,
     schedule: str = "auto",
     host_backed: HostBacked = "none",
-    spill_path: Path | None = None,
+    disk_path: Path | None = None,
     copies_come_first: bool = False,
     longest_delay_seconds: float = 0.001,
 ) -> tuple[Timeline, int]:
@@ -39,9 +39,9 @@ def recorded(
     config.num_hidden_layers = LAYERS
     model = transformers.AutoModelForCausalLM.from_config(config).train()
     delays = TestMode(seed=3, longest_delay_seconds=longest_delay_seconds)
-    with EngineUnderTest(model, schedule, delays, slice_tokens, host_backed, spill_path=spill_path) as under_test:
+    with EngineUnderTest(model, schedule, delays, slice_tokens, host_backed, disk_path=disk_path) as under_test:
         under_test.profile_step(BATCH)
-        under_test.load(alpha, slice_tokens, spilled_calls=0 if spill_path is None else 2)
+        under_test.load(alpha, slice_tokens, disk_calls=0 if disk_path is None else 2)
         expected = under_test.step(BATCH)
         recorder, memory = under_test.engine.recorder, under_test.engine.memory
         assert memory is not None and not recorder.on
@@ -151,7 +151,7 @@ def test_a_copy_that_is_late_is_waited_for() -> None:
 
 
 def test_what_passes_the_disk_has_lanes_of_its_own(tmp_path: Path) -> None:
-    timeline, _ = recorded(0.5, spill_path=tmp_path)
+    timeline, _ = recorded(0.5, disk_path=tmp_path)
     layers = {lane: {span.layer for span in of(timeline, "copy", lane)} for lane in timeline.copied_seconds}
     assert layers["spill"] == layers["unspill"]
     assert layers["offload"] == layers["prefetch"]

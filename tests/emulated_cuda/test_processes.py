@@ -137,7 +137,7 @@ def test_ranks_that_disagree_end() -> None:
 
 def contexts_of(folder: str) -> set[int]:
     run = Run(steps=2, precision="bf16-mixed")
-    train(run, {"alpha": 0.5, "zero_stage": 3, "spill_path": folder, "spill_memory": "64MiB"})
+    train(run, {"alpha": 0.5, "zero_stage": 3, "disk_path": folder, "disk_memory": "64MiB"})
     return set(emulated_device.contexts())
 
 

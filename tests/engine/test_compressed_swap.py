@@ -36,10 +36,10 @@ def model_of(family: str) -> nn.Module:
 
 def planned_steps(model: nn.Module, batch: Batch, alpha: float, **settings: Any) -> tuple[Step, EngineUnderTest]:
     """Return the second step by a plan, and the engine, which is detached."""
-    spilled, planned_slices = settings.pop("spilled_calls", 0), settings.pop("planned_slices", None)
+    spilled, planned_slices = settings.pop("disk_calls", 0), settings.pop("planned_slices", None)
     with EngineUnderTest(model, swap_precision="fp8", **settings) as under_test:
         under_test.profile_step(batch)
-        under_test.load(alpha, planned_slices, spilled_calls=spilled)
+        under_test.load(alpha, planned_slices, disk_calls=spilled)
         for _ in range(2):
             step = under_test.step(batch)
         under_test.assert_as_planned()
@@ -121,7 +121,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "keys on the host": ("llama_gqa", {"slice_tokens": 13, "host_backed": "attention"}),
     "states on the host": ("llama_gqa", {"slice_tokens": 13, "host_backed": "all"}),
     "slice by slice": ("llama_gqa", {"slice_tokens": 13, "host_backed": "all", "schedule": "slice"}),
-    "disk": ("llama_gqa", {"spilled_calls": 2}),
+    "disk": ("llama_gqa", {"disk_calls": 2}),
 }
 INCLUDED = ("slices", "nested slices", "keys on the host", "states on the host")  # in other ways
 
@@ -130,7 +130,7 @@ INCLUDED = ("slices", "nested slices", "keys on the host", "states on the host")
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_to_run(way: str, tmp_path: Path) -> None:
     family, settings = WAYS[way]
-    settings = settings | ({"spill_path": tmp_path} if "spilled_calls" in settings else {})
+    settings = settings | ({"disk_path": tmp_path} if "disk_calls" in settings else {})
     model, batch, rounding = model_of(family), make_batch(2, 48), 1e-6
     if DEVICE.type == "cuda" and "host_backed" in settings:  # attention runs slice after slice in half precision only
         model, rounding = model.to(torch.bfloat16), 2**-8
@@ -285,7 +285,7 @@ def test_layers_that_run_whole_stay_exact() -> None:
     plain = loss_and_gradients(model, batch)
     with EngineUnderTest(model, swap_precision="fp8") as under_test:
         under_test.profile_step(batch)
-        assert under_test.engine.layer_classes.why_whole
+        assert under_test.engine.layer_classes.unsliceable
         assert under_test.profile is not None
         for call in under_test.profile.in_order():
             call.store_exactly()

@@ -522,7 +522,7 @@ def test_lora(dropout: float, amp: bool, alpha: float) -> None:
     assert all("lora" in name for name in plain.gradients)
     with EngineUnderTest(model) as under_test:
         assert_equal(under_test.profile_step(BATCHES[0], amp), plain)
-        assert not under_test.engine.layer_classes.why_whole
+        assert not under_test.engine.layer_classes.unsliceable
         under_test.load(alpha)
         actual = under_test.step(BATCHES[0], amp)
         under_test.assert_as_planned()
@@ -541,7 +541,7 @@ def test_lora_on_parameters(alpha: float) -> None:
     plain = loss_and_gradients(model, BATCHES[0])
     with EngineUnderTest(model) as under_test:
         assert_equal(under_test.profile_step(BATCHES[0]), plain)
-        assert not under_test.engine.layer_classes.why_whole
+        assert not under_test.engine.layer_classes.unsliceable
         under_test.load(alpha)
         assert_agrees(under_test.step(BATCHES[0]), plain, alpha)
 
@@ -826,7 +826,7 @@ def test_single_token_first(single: Batch) -> None:
     with EngineUnderTest(model) as under_test:
         assert_equal(under_test.profile_step(single), plain_single)
         assert_equal(under_test.profile_step(BATCHES[0]), plain)
-        assert under_test.engine.layer_classes.why_whole == ""
+        assert under_test.engine.layer_classes.unsliceable == ""
         under_test.load(0.5)
         assert_close(under_test.step(BATCHES[0]), plain)
 

@@ -140,7 +140,7 @@ def test_gradients_are_those_of_plain_training(case: Case, alpha: float) -> None
 def test_profiled_step_trains_like_plain_training(case: Case) -> None:
     profiled = case.under_test.profiled
     assert profiled is not None
-    assert case.under_test.engine.layer_classes.why_whole == ""
+    assert case.under_test.engine.layer_classes.unsliceable == ""
     if case.identical:
         assert_equal(profiled, case.plain)
     assert_as_good(case, profiled)

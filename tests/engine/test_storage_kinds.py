@@ -219,7 +219,7 @@ def test_a_stored_product_is_not_computed_again(llama: ByKind, place: Place) -> 
     assert whole - flops_of(llama, BASE | {"mlp.up_proj": [(place, 0, TOKENS)]}) == layers * up
     assert whole - flops_of(llama, BASE | {"mlp.up_proj": [(place, 14, 28)]}) == layers * up / 4
     nothing = flops_of(llama, BASE | {name: [(place, 0, TOKENS)] for name in llama.products})
-    assert nothing == flops_of(llama, BASE | {"all": [(place, 0, TOKENS)]})
+    assert nothing == flops_of(llama, BASE | {"other": [(place, 0, TOKENS)]})
 
 
 def test_dropped_attention_runs_again(llama: ByKind, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,9 +332,9 @@ def _without(rows: Rows, kind: str) -> Rows:
     ("change", "message"),
     [
         (lambda rows: _without(rows, "input"), "layer inputs have no place"),
-        (lambda rows: rows | {"all": [("host", 0, 8)]}, "attention output is not"),
+        (lambda rows: rows | {"other": [("host", 0, 8)]}, "attention output is not"),
         (lambda rows: rows | {"mlp.up_proj": [("host", 0, 9), ("device", 8, 12)]}, "mlp.up_proj overlap"),
-        (lambda rows: rows | {"mlp.up_proj": [("disk", 0, 8)]}, r"spills 8.0 KiB to a disk, and no spill_path"),
+        (lambda rows: rows | {"mlp.up_proj": [("disk", 0, 8)]}, r"spills 8.0 KiB to a disk, and no disk_path"),
     ],
     ids=["input", "attention", "overlap", "no disk"],
 )
@@ -354,7 +354,7 @@ def test_a_plan_of_kinds_is_refused_where_one_alpha_was_asked_for(
 
 
 def test_a_plan_that_moves_inputs_alone_is_not_plain_training(llama: ByKind) -> None:
-    llama.load_storage(BASE | {"all": [("device", 0, TOKENS)]})
+    llama.load_storage(BASE | {"other": [("device", 0, TOKENS)]})
     assert llama.engine.swap is not None and not llama.engine.swap.plain and llama.engine.memory is not None
 
 

@@ -29,7 +29,7 @@ from lightning_memo.engine.attention.sliced_attention import StreamedAttention
 from lightning_memo.engine.copy_streams import CopyEvent, ThreadCopyStream
 from lightning_memo.engine.memory import slot_memory
 from lightning_memo.engine.memory.block_reader import BlockReader, token_rows
-from lightning_memo.engine.memory.lazy_tensor import LazyTensor
+from lightning_memo.engine.memory.offloaded_tensor import OffloadedTensor
 from lightning_memo.engine.saved_tensors.offload_group import KeysValues, OffloadGroups
 from lightning_memo.engine.sliced_model.sliced_model import SlicedForward
 from lightning_memo.kernels import AttentionResult, AttentionSpec
@@ -107,7 +107,7 @@ def test_layers_get_real_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     own, seen = modeling_llama.apply_rotary_pos_emb, []  # number of tokens, whether lazy
 
     def note(q: Tensor, k: Tensor, *tables: Tensor, **kwargs: Any) -> Any:
-        seen.extend((t.shape[-2], isinstance(t, LazyTensor)) for t in tables)
+        seen.extend((t.shape[-2], isinstance(t, OffloadedTensor)) for t in tables)
         return own(q, k, *tables, **kwargs)
 
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", note)
@@ -318,14 +318,14 @@ def test_hidden_states_are_on_the_host(family: str, real: int, amp: bool, monkey
     plain = loss_and_gradients(model, batch, amp)
     detach = attach_chunked_loss(model, 16)
     made_real: dict[int, Tensor] = {}  # by the address of the real tensor, which aliases share
-    materialize = LazyTensor.materialize
+    materialize = OffloadedTensor.materialize
 
-    def noted(lazy: LazyTensor) -> Tensor:
+    def noted(lazy: OffloadedTensor) -> Tensor:
         t = materialize(lazy)
         made_real[t.data_ptr()] = t
         return t
 
-    monkeypatch.setattr(LazyTensor, "materialize", noted)
+    monkeypatch.setattr(OffloadedTensor, "materialize", noted)
     with EngineUnderTest(model, slice_tokens=16, host_backed="all") as under_test:
         under_test.profile_step(batch, amp)
         under_test.load(0.5)

@@ -62,7 +62,7 @@ def test_the_default_names_kinds() -> None:
     answer = estimate(ask(), ALONE)
     assert answer.status == "ok" and answer.storage is not None and answer.alpha is not None
     assert all(sum(shares.values()) <= 1 + 1e-9 for shares in answer.storage.values())
-    assert {"input", "attention", "all", "self_attn.q_proj", "mlp.up_proj"} <= answer.storage.keys()
+    assert {"input", "attention", "other", "self_attn.q_proj", "mlp.up_proj"} <= answer.storage.keys()
     assert "mlp.down_proj" not in answer.storage  # the last product is not computed again
     assert sum(answer.storage["input"].values()) == 1 and answer.storage["input"]["recompute"] == 0
     assert answer.limits[0].startswith("By kind of tensor, in shares of the tokens: layer inputs and attention")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_memo.artifacts.costs import ALL
+from lightning_memo.artifacts.costs import OTHER
 from lightning_memo.estimate.cluster import Constants, constants_of, load_cluster, load_model, read_constants
 from lightning_memo.estimate.device_bytes import (
     device_parameters,
@@ -54,7 +54,7 @@ def test_alpha_is_that_of_the_program_that_training_solves() -> None:
     costs, room = estimated_layer_costs(request, RING), device_budget(request, RING)
     solution = solve_alpha(costs, room)
     assert 0.3 < solution.alpha < 0.6
-    whole_tiles = plan_of_alpha(costs.tokens, solution.alpha).share(ALL)
+    whole_tiles = plan_of_alpha(costs.tokens, solution.alpha).share(OTHER)
     assert alpha_plan(request, RING, costs, room, "auto").swap.alpha == whole_tiles
 
 

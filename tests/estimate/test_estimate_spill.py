@@ -32,7 +32,7 @@ def ask(**changes: Any) -> EstimateRequest:
     )
     request = EstimateRequest(
         shape=load_model("llama3_2_1b"), cluster=cluster, constants=constants_of("h100"), method="memo", gpus=1,
-        seq_len=256 * K, batch_size=1, precision="bf16-true", spill_bytes=2**40,
+        seq_len=256 * K, batch_size=1, precision="bf16-true", disk_bytes=2**40,
     )  # fmt: skip
     return replace(request, **changes)
 
@@ -41,7 +41,7 @@ def train(folder: Path, host_bytes: int) -> Plan:
     """The plan of a step whose host memory is too small."""
     ids = torch.randint(0, 264, (1, TOKENS), generator=torch.Generator().manual_seed(0))
     strategy = MemoStrategy(
-        plan_memory=False, alpha=0.5, spill_path=str(folder), spill_memory="64MiB", host_memory=host_bytes
+        plan_memory=False, alpha=0.5, disk_path=str(folder), disk_memory="64MiB", host_memory=host_bytes
     )
     trainer = make_trainer(strategy, max_steps=1, default_root_dir=str(folder))
     trainer.fit(CausalLM({"config": CONFIG}), batches([{"input_ids": ids, "labels": ids}]))
@@ -55,18 +55,18 @@ def test_what_goes_to_the_disk_is_what_training_sends_there(tmp_path: Path) -> N
         load_model("llama_tiny"), layers=6, hidden=128, ffn=256, heads=4, kv_heads=4, head_dim=32, tied=False
     )
     request = ask(
-        shape=shape, seq_len=TOKENS, precision="32-true", alpha=0.5, spill_bytes=64 * 2**20,
+        shape=shape, seq_len=TOKENS, precision="32-true", alpha=0.5, disk_bytes=64 * 2**20,
         constants=replace(constants_of("h100"), host_share=1.0),
         cluster=replace(ask().cluster, host_bytes=7 * 2**20),
     )  # fmt: skip
     answer = estimate(request, Parallelism())
-    assert 0 < len(trained.swap.spilled_calls) < trained.swap.swapped_calls
-    assert answer.disk_bytes == pytest.approx(trained.swap.spill_bytes, abs=6 * BLOCK_BYTES)
+    assert 0 < len(trained.swap.disk_calls) < trained.swap.swapped_calls
+    assert answer.disk_bytes == pytest.approx(trained.swap.disk_bytes, abs=6 * BLOCK_BYTES)
     assert answer.host_bytes == pytest.approx(trained.swap.host_bytes, rel=0.01)
 
 
 def test_a_disk_is_used_where_the_host_is_full_and_only_as_fast_as_it_is() -> None:
-    without = estimate(ask(spill_bytes=0), Parallelism())
+    without = estimate(ask(disk_bytes=0), Parallelism())
     answers = {
         speed: estimate(
             ask(cluster=replace(ask().cluster, disk_write_bandwidth=speed * GB, disk_read_bandwidth=speed * GB)),
@@ -97,15 +97,15 @@ def test_a_disk_that_is_too_slow_is_waited_for() -> None:
     free = estimate(ask(cluster=disks[1]), Parallelism())
     assert free.step_seconds is not None and free.storage is not None
     assert free.disk_bytes < slow.disk_bytes and free.step_seconds < slow.step_seconds  # it need not store as much
-    assert estimate(replace(ask(cluster=cluster, alpha=0.0), spill_bytes=0), Parallelism()).status == "oohm"
+    assert estimate(replace(ask(cluster=cluster, alpha=0.0), disk_bytes=0), Parallelism()).status == "oohm"
 
 
 def test_devices_of_a_node_share_its_disk() -> None:
     one, eight = ask(), ask(gpus=8, batch_size=8)
     parallel = Parallelism(dp=8, zero_stage=1)
-    assert device_budget(eight, parallel).spill_bytes == device_budget(one, Parallelism()).spill_bytes // 8
+    assert device_budget(eight, parallel).disk_bytes == device_budget(one, Parallelism()).disk_bytes // 8
     costs, shared = estimated_layer_costs(one, Parallelism()), estimated_layer_costs(eight, parallel)
-    assert shared.spill_write_bytes_per_second == costs.spill_write_bytes_per_second / 8
-    assert shared.spill_read_bytes_per_second == costs.spill_read_bytes_per_second / 8
+    assert shared.disk_write_bytes_per_second == costs.disk_write_bytes_per_second / 8
+    assert shared.disk_read_bytes_per_second == costs.disk_read_bytes_per_second / 8
     answer = estimate(replace(eight, cluster=replace(eight.cluster, host_bytes=2**38)), parallel)
     assert answer.disk_bytes > 0 and answer.disk_bytes % 8 == 0

@@ -7,17 +7,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_memo.artifacts.slot_layouts import SpillLayout
+from lightning_memo.artifacts.slot_layouts import DiskLayout
 from lightning_memo.engine import TestMode
-from lightning_memo.engine.memory.spill import Spill
+from lightning_memo.engine.memory.disk import DiskStore
 
 MIB = 2**20
 SLOT_BYTES = 20 * MIB + 100  # four chunks, the last one not full
 
 
 def test_bytes_of_the_device_come_back(device: torch.device, tmp_path: Path) -> None:
-    sizes = SpillLayout(SLOT_BYTES)
-    tier = Spill(tmp_path, 3 * sizes.region_bytes, sizes, device, TestMode(0, 0.002))
+    sizes = DiskLayout(SLOT_BYTES)
+    tier = DiskStore(tmp_path, 3 * sizes.region_bytes, sizes, device, TestMode(0, 0.002))
     slots = [torch.randint(0, 256, (SLOT_BYTES,), dtype=torch.uint8, device=device) for _ in range(3)]
     buffer, back = torch.empty_like(slots[0]), list[Tensor]()
     writes, places = [], [tier.take(SLOT_BYTES) for _ in slots]

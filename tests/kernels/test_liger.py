@@ -79,7 +79,7 @@ def test_gradients_are_those_of_plain_training_with_liger(lora, interpreter):
     expected = loss_and_gradients(model, batch)
     with EngineUnderTest(model) as run:
         assert_equal(run.profile_step(batch), expected)
-        assert run.engine.layer_classes.why_whole == ""
+        assert run.engine.layer_classes.unsliceable == ""
         for alpha in (0.0, 1.0):
             run.load(alpha)
             assert_equal(run.step(batch), expected)

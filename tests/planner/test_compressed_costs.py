@@ -11,8 +11,8 @@ from support.alpha_plans import memory_by
 from support.samples.plans import FINGERPRINT, GIB, costs_of
 from support.samples.storage_problems import COSTS, TOKENS
 
-from lightning_memo.artifacts.costs import ALL, Budget, LayerCosts, StorageCosts
-from lightning_memo.artifacts.plan import NvmeTier, Plan, StorageBudget
+from lightning_memo.artifacts.costs import OTHER, Budget, LayerCosts, StorageCosts
+from lightning_memo.artifacts.plan import DiskTier, Plan, StorageBudget
 from lightning_memo.artifacts.slot_layouts import compressed_bytes
 from lightning_memo.planner import plan_swap, solve_alpha
 from lightning_memo.planner.simulate_step import simulate
@@ -116,8 +116,8 @@ BUDGETS = st.builds(
     lambda device, host, disk: StorageBudget(
         device_bytes=COSTS.fixed_device_bytes + COSTS.transient_device_bytes + device * TOKENS,
         host_bytes=host * TOKENS,
-        spill_bytes=2**40 if disk else 0,
-        nvme=NvmeTier(capacity_bytes=2**40, write_bytes_per_second=1e8, read_bytes_per_second=1e8) if disk else None,
+        disk_bytes=2**40 if disk else 0,
+        disk=DiskTier(capacity_bytes=2**40, write_bytes_per_second=1e8, read_bytes_per_second=1e8) if disk else None,
     ),
     st.integers(20_000, 200_000), st.integers(20_000, 200_000), st.booleans(),
 )  # fmt: skip
@@ -151,4 +151,4 @@ def test_compression_that_takes_too_long_is_not_used(budget: StorageBudget) -> N
     (call,) = COSTS.classes
     longer = call.recompute_seconds + call.attention_seconds
     (stored,) = plan_storage(with_compression(0.5, 2 * longer, 0.0), budget).calls
-    assert stored.tokens(ALL, "host", "disk") <= 0.02 * TOKENS  # where a copy would be waited for
+    assert stored.tokens(OTHER, "host", "disk") <= 0.02 * TOKENS  # where a copy would be waited for

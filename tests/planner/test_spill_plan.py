@@ -10,7 +10,7 @@ from support.samples.plans import FINGERPRINT, GIB, costs_of
 
 from lightning_memo.artifacts.costs import Budget, LayerCosts
 from lightning_memo.artifacts.plan import Plan, SwapPlan
-from lightning_memo.artifacts.slot_layouts import SpillLayout
+from lightning_memo.artifacts.slot_layouts import DiskLayout
 from lightning_memo.planner import HostMemoryError, plan_swap
 from lightning_memo.planner.plan_swap import disk_keeps_up
 
@@ -24,13 +24,13 @@ def costs(write: float = FAST, read: float = FAST, copies: float = 2.0 * GIB) ->
         CALLS,
         offload_bytes_per_second=copies,
         prefetch_bytes_per_second=copies,
-        spill_write_bytes_per_second=write,
-        spill_read_bytes_per_second=read,
+        disk_write_bytes_per_second=write,
+        disk_read_bytes_per_second=read,
     )
 
 
 def plan(costs: LayerCosts, host: float, disk: float, alpha: float | str = "auto") -> Plan:
-    budget = Budget(device_bytes=2**50, host_bytes=int(host * GIB), spill_bytes=int(disk * GIB))
+    budget = Budget(device_bytes=2**50, host_bytes=int(host * GIB), disk_bytes=int(disk * GIB))
     return plan_swap(
         costs, budget, FINGERPRINT, alpha=alpha, schedule="layer", slice_tokens=None,
         memory_of=memory_by(lambda fraction: costs.swapped_bytes(0, fraction), costs.swapped_calls),
@@ -40,33 +40,33 @@ def plan(costs: LayerCosts, host: float, disk: float, alpha: float | str = "auto
 
 def test_a_disk_that_is_not_needed_changes_nothing() -> None:
     with_disk, without = plan(costs(), host=12.1, disk=100), plan(costs(), host=12.1, disk=0)
-    assert with_disk.swap == without.swap and with_disk.swap.spilled_calls == ()
+    assert with_disk.swap == without.swap and with_disk.swap.disk_calls == ()
     assert with_disk.step_seconds == without.step_seconds
 
 
 def test_the_fewest_calls_go_to_the_disk() -> None:
     swap = plan(costs(), host=5, disk=100).swap
-    assert swap.alpha == 1.0 and len(swap.spilled_calls) == 7  # bounce buffers take a slot's place and a bit
-    assert swap.host_bytes <= 5 * GIB < alpha_swap(1.0, swap.calls, swap.memory.slot, spilled_calls=6).host_bytes
-    assert swap.spill_bytes == 7 * SpillLayout(swap.memory.slot).region_bytes
+    assert swap.alpha == 1.0 and len(swap.disk_calls) == 7  # bounce buffers take a slot's place and a bit
+    assert swap.host_bytes <= 5 * GIB < alpha_swap(1.0, swap.calls, swap.memory.slot, disk_calls=6).host_bytes
+    assert swap.disk_bytes == 7 * DiskLayout(swap.memory.slot).region_bytes
 
 
 def test_a_small_disk_limits_alpha() -> None:
     made = plan(costs(), host=4, disk=3)
-    assert 0.0 < made.swap.alpha < 1.0 and made.swap.spilled_calls
-    assert made.swap.spill_bytes <= 3 * GIB
+    assert 0.0 < made.swap.alpha < 1.0 and made.swap.disk_calls
+    assert made.swap.disk_bytes <= 3 * GIB
     assert "fits the budget of 4.0 GiB of host memory and 3.0 GiB of disk." in made.reason
 
 
 def test_room_for_the_way_to_the_disk_limits_alpha() -> None:
     made = plan(costs(), host=1, disk=100)
-    assert 0.0 < made.swap.alpha < 1.0 and len(made.swap.spilled_calls) == 10
+    assert 0.0 < made.swap.alpha < 1.0 and len(made.swap.disk_calls) == 10
     assert f"bounce buffers take host memory, so alpha={made.swap.alpha:.4g} is the largest that fits" in made.reason
 
 
 def test_too_little_of_both_is_told() -> None:
     told = (
-        r"alpha=0 swaps 2\.0 GiB .* host memory, plus 819\.2 MiB of disk: raise host_memory or spill_memory, or shorten"
+        r"alpha=0 swaps 2\.0 GiB .* host memory, plus 819\.2 MiB of disk: raise host_memory or disk_memory, or shorten"
     )
     with pytest.raises(HostMemoryError, match=told):
         plan(costs(), host=0.8, disk=0.8)
@@ -89,16 +89,16 @@ def test_a_slow_disk_limits_alpha(write: float, read: float) -> None:
 
 
 def keeps_up(costs: LayerCosts, swap: SwapPlan) -> bool:
-    return disk_keeps_up(costs, swap.memory.slot, len(swap.spilled_calls), swap.alpha)
+    return disk_keeps_up(costs, swap.memory.slot, len(swap.disk_calls), swap.alpha)
 
 
 def test_a_disk_that_is_too_slow_for_anything_still_makes_training_possible() -> None:
     with pytest.raises(HostMemoryError):
         plan(costs(), host=1.5, disk=0)
     made = plan(costs(write=0.01 * GIB), host=1.5, disk=100)
-    assert made.swap.alpha == 0.0 and made.swap.spilled_calls
+    assert made.swap.alpha == 0.0 and made.swap.disk_calls
     assert made.reason.startswith("Disk speed is the limit: even at alpha=0 layers wait for the disk.")
-    assert made.step_seconds > made.swap.spill_bytes / (0.01 * GIB)
+    assert made.step_seconds > made.swap.disk_bytes / (0.01 * GIB)
 
 
 def test_a_given_alpha_is_taken_though_the_disk_is_slow() -> None:
@@ -119,7 +119,7 @@ def test_plans_fit_and_are_no_worse_than_without_a_disk(host: float, disk: float
     except HostMemoryError:
         assert without == 0.0
         return
-    assert made.swap.host_bytes <= made.budget.host_bytes and made.swap.spill_bytes <= made.budget.spill_bytes
+    assert made.swap.host_bytes <= made.budget.host_bytes and made.swap.disk_bytes <= made.budget.disk_bytes
     assert made.swap.alpha >= without
     assert made.swap.alpha == 0.0 or keeps_up(measured, made.swap)
     assert Plan.from_json(made.to_json()) == made

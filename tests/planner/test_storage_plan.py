@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from support.alpha_plans import memory_by
 
 from lightning_memo.artifacts.costs import (
-    ALL,
     ATTENTION,
     INPUT,
+    OTHER,
     PLACES,
     Budget,
     CallCosts,
@@ -23,8 +23,8 @@ from lightning_memo.artifacts.costs import (
 )
 from lightning_memo.artifacts.plan import (
     CallPlan,
+    DiskTier,
     Fingerprint,
-    NvmeTier,
     StorageBudget,
     StorageNeeds,
     StoragePlan,
@@ -78,10 +78,10 @@ MACHINES = {
     "4090": Machine(150e12, 140e12, 110e12, 22e9, 1.0e12, 23),
 }
 LENGTHS = (16, 32, 64, 128, 256, 1024)
-NVME = NvmeTier(capacity_bytes=4 * 10**12, write_bytes_per_second=3e9, read_bytes_per_second=6e9)
+DISK = DiskTier(capacity_bytes=4 * 10**12, write_bytes_per_second=3e9, read_bytes_per_second=6e9)
 
 
-def analytic(model, machine, tokens, host_gib, nvme=None):
+def analytic(model, machine, tokens, host_gib, disk=None):
     """Costs of a model from FLOPs and bytes, in bf16; and a budget. None if the host can't hold the optimizer."""
     unit, h = 2 * tokens, model.hidden
     attended = 2 * tokens**2 * h
@@ -125,7 +125,7 @@ def analytic(model, machine, tokens, host_gib, nvme=None):
         fixed_device_bytes=int(fixed),
         transient_device_bytes=10 * unit * h + 6 * model.vocabulary * min(tokens, 8192),
     )
-    return costs, StorageBudget(device_bytes=machine.device_gib * GIB, host_bytes=host, nvme=nvme)
+    return costs, StorageBudget(device_bytes=machine.device_gib * GIB, host_bytes=host, disk=disk)
 
 
 def layer_costs(costs):
@@ -178,11 +178,11 @@ def paper_plan(costs, budget):
 
 
 def cases():
-    hosts = ((32, None), (256, None), (1900, None), (64, NVME))
-    for model, machine, length, (host_gib, nvme) in itertools.product(MODELS, MACHINES, LENGTHS, hosts):
-        made = analytic(MODELS[model], MACHINES[machine], length * 1024, host_gib, nvme)
+    hosts = ((32, None), (256, None), (1900, None), (64, DISK))
+    for model, machine, length, (host_gib, disk) in itertools.product(MODELS, MACHINES, LENGTHS, hosts):
+        made = analytic(MODELS[model], MACHINES[machine], length * 1024, host_gib, disk)
         if made is not None:
-            yield f"{model}, {machine}, {length}K, host {host_gib} GiB, NVMe {nvme is not None}", *made
+            yield f"{model}, {machine}, {length}K, host {host_gib} GiB, NVMe {disk is not None}", *made
 
 
 def planned(costs, budget, **settings):
@@ -226,7 +226,7 @@ def test_a_single_alpha_is_one_of_the_plans(alpha, length):
     first = costs.tokens - swapped_tokens(costs.tokens, alpha)
     ranges = [StoredRange(kind=kind, place="host", start=0, stop=costs.tokens) for kind in (INPUT, ATTENTION)]
     if alpha:
-        ranges.append(StoredRange(kind=ALL, place="host", start=first, stop=costs.tokens))
+        ranges.append(StoredRange(kind=OTHER, place="host", start=first, stop=costs.tokens))
     plan = plan_of(CallPlan(ranges=tuple(ranges)))
     made = needs_of(costs, budget, plan.calls)
     exact = StorageBudget(device_bytes=made.device_bytes, host_bytes=made.host_bytes)
@@ -280,7 +280,7 @@ def ranges_of(*rows):
 
 def plan_of(*calls):
     """A plan with only the fields that the simulator reads."""
-    none = StorageNeeds(step_seconds=0.0, device_bytes=0, rounding_bytes=0, host_bytes=0, nvme_bytes=0)
+    none = StorageNeeds(step_seconds=0.0, device_bytes=0, rounding_bytes=0, host_bytes=0, disk_bytes=0)
     tokens = max((1000, *(bound for call in calls for bound in call.bounds)))
     return StoragePlan(
         tokens=tokens, call_classes=(0,), calls=calls, needs=none, bound_seconds=0.0, alpha_seconds=None, prices=()
@@ -290,7 +290,7 @@ def plan_of(*calls):
 AMPLE = StorageBudget(
     device_bytes=10**6,
     host_bytes=10**6,
-    nvme=NvmeTier(capacity_bytes=10**6, write_bytes_per_second=50.0, read_bytes_per_second=20.0),
+    disk=DiskTier(capacity_bytes=10**6, write_bytes_per_second=50.0, read_bytes_per_second=20.0),
 )
 EVERYTHING = (("input", "host", 0, 100), ("attention", "host", 0, 100))
 
@@ -300,21 +300,21 @@ def spans(timeline, stream, phase):
 
 
 def test_the_simulator_keeps_the_rules_of_the_schedule():
-    whole = ranges_of(*EVERYTHING, ("all", "host", 0, 100))  # 10 s a copy
+    whole = ranges_of(*EVERYTHING, ("other", "host", 0, 100))  # 10 s a copy
     timeline = simulate(tiny(), plan_of(whole), AMPLE)
     assert spans(timeline, "compute", "forward") == [(0, 0, 4), (1, 4, 8), (2, 14, 18), (3, 24, 28)]
     assert spans(timeline, "offload", "forward") == [(0, 4, 14), (1, 14, 24)]
     assert spans(timeline, "compute", "backward") == [(3, 28, 36), (2, 36, 44), (1, 46, 54), (0, 56, 64)]
     assert spans(timeline, "prefetch", "backward") == [(1, 36, 46), (0, 46, 56)]
     assert timeline.step_seconds == 64 + 5
-    assert (timeline.peak_device_bytes, timeline.peak_host_bytes, timeline.peak_nvme_bytes) == (1500 + 2000, 2000, 0)
+    assert (timeline.peak_device_bytes, timeline.peak_host_bytes, timeline.peak_disk_bytes) == (1500 + 2000, 2000, 0)
 
 
 def test_the_simulator_recomputes_what_has_no_place():
     # 60 tokens of a, 30 of b, everything elementwise of 80, and the first half of the attention, a quarter of its time.
     part = ranges_of(
         ("input", "device", 0, 100), ("attention", "device", 50, 100),
-        ("all", "device", 80, 100), ("a", "device", 60, 80), ("b", "device", 30, 80),
+        ("other", "device", 80, 100), ("a", "device", 60, 80), ("b", "device", 30, 80),
     )  # fmt: skip
     timeline = simulate(tiny(n=1), plan_of(part), AMPLE)
     ((_, start, end),) = spans(timeline, "compute", "backward")
@@ -323,7 +323,7 @@ def test_the_simulator_recomputes_what_has_no_place():
 
 
 def test_what_is_stored_is_not_recomputed_beside_it():
-    half = ranges_of(*EVERYTHING, ("all", "host", 50, 100))  # 400 of 800 bytes are recomputed
+    half = ranges_of(*EVERYTHING, ("other", "host", 50, 100))  # 400 of 800 bytes are recomputed
     needs = [tiny(recomputed_device_bytes=most) for most in (0, 300, 500)]
     peaks = [simulate(costs, plan_of(half), AMPLE).peak_device_bytes for costs in needs]
     assert peaks == [needs_of(costs, AMPLE, [half]).device_bytes for costs in needs]
@@ -338,7 +338,7 @@ def test_a_slow_disk_holds_up_the_copies():
     # 200 bytes take 2 s over the link, 100 of them 2 s to write and 5 s to read
     assert spans(timeline, "spill", "forward") == [(0, 4, 6)]
     assert spans(timeline, "spill", "backward")[0][2] - spans(timeline, "spill", "backward")[0][1] == 5
-    assert (timeline.peak_host_bytes, timeline.peak_nvme_bytes) == (100, 100)
+    assert (timeline.peak_host_bytes, timeline.peak_disk_bytes) == (100, 100)
 
 
 @pytest.mark.parametrize(
@@ -350,10 +350,10 @@ def test_a_slow_disk_holds_up_the_copies():
         ([("input", "host", 0, 100), ("a", "device", 5, 5)], ScheduleFault.RANGE),
         ([("input", "host", 0, 100), ("input", "device", 99, 100)], ScheduleFault.TWICE),
         (
-            [("input", "host", 0, 100), ("attention", "device", 50, 100), ("all", "host", 49, 100)],
+            [("input", "host", 0, 100), ("attention", "device", 50, 100), ("other", "host", 49, 100)],
             ScheduleFault.ATTENTION,
         ),
-        ([*EVERYTHING, ("all", "host", 50, 100), ("b", "device", 0, 51)], ScheduleFault.PRODUCT),
+        ([*EVERYTHING, ("other", "host", 50, 100), ("b", "device", 0, 51)], ScheduleFault.PRODUCT),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(rows, fault):
@@ -368,19 +368,19 @@ def test_a_plan_of_other_layers_is_refused():
         simulate(tiny(), plan_of(ranges_of(*EVERYTHING), ranges_of(*EVERYTHING)), AMPLE)
     spilled = plan_of(ranges_of(("input", "disk", 0, 100)))
     with pytest.raises(ScheduleError, match="without an NVMe tier"):
-        simulate(tiny(), spilled, replace(AMPLE, nvme=None))
+        simulate(tiny(), spilled, replace(AMPLE, disk=None))
 
 
 def test_every_memory_is_refused_when_one_byte_over():
     rows = ("input", "host", 0, 100), ("attention", "disk", 0, 100), ("a", "device", 0, 100)
     plan = plan_of(ranges_of(*rows))
-    nvme = replace(AMPLE.nvme, capacity_bytes=200)
-    exact = StorageBudget(device_bytes=1500 + 2 * 200 + 4 * 300, host_bytes=200, nvme=nvme)
+    disk = replace(AMPLE.disk, capacity_bytes=200)
+    exact = StorageBudget(device_bytes=1500 + 2 * 200 + 4 * 300, host_bytes=200, disk=disk)
     simulate(tiny(), plan, exact)
     for budget, fault in (
         (replace(exact, device_bytes=exact.device_bytes - 1), ScheduleFault.DEVICE),
         (replace(exact, host_bytes=199), ScheduleFault.HOST),
-        (replace(exact, nvme=replace(nvme, capacity_bytes=199)), ScheduleFault.NVME),
+        (replace(exact, disk=replace(disk, capacity_bytes=199)), ScheduleFault.DISK),
     ):
         with pytest.raises(ScheduleError) as caught:
             simulate(tiny(), plan, budget)
@@ -449,7 +449,7 @@ def call_plans(draw, call, tokens):
 
     dropped = draw(st.integers(0, tokens))
     whole = draw(st.integers(dropped, tokens))
-    ranges = lay(INPUT, 0, tokens) + lay(ATTENTION, dropped, tokens) + lay(ALL, whole, tokens)
+    ranges = lay(INPUT, 0, tokens) + lay(ATTENTION, dropped, tokens) + lay(OTHER, whole, tokens)
     for product in call.products:
         ranges += lay(product.name, draw(st.integers(0, whole)), whole)
     return CallPlan(ranges=tuple(ranges))
@@ -459,20 +459,20 @@ def call_plans(draw, call, tokens):
 @given(st.data())
 def test_no_plan_that_fits_beats_the_optimum(data):
     costs = data.draw(steps())
-    nvme = NvmeTier(capacity_bytes=0, write_bytes_per_second=1e8, read_bytes_per_second=3e8)
-    budget = StorageBudget(device_bytes=2**40, host_bytes=2**40, nvme=replace(nvme, capacity_bytes=2**40))
+    disk = DiskTier(capacity_bytes=0, write_bytes_per_second=1e8, read_bytes_per_second=3e8)
+    budget = StorageBudget(device_bytes=2**40, host_bytes=2**40, disk=replace(disk, capacity_bytes=2**40))
     any_calls = tuple(data.draw(call_plans(call, costs.tokens)) for call in costs.classes)
     solution = solve_storage(costs, budget, may_drop_attention=True)
     other = needs_of(costs, budget, any_calls)
     timeline = simulate(costs, plan_of(*any_calls), budget)
     assert timeline.step_seconds == pytest.approx(other.step_seconds, rel=1e-9)
-    peaks = timeline.peak_device_bytes, timeline.peak_host_bytes, timeline.peak_nvme_bytes
-    assert peaks == (other.device_bytes, other.host_bytes, other.nvme_bytes)
+    peaks = timeline.peak_device_bytes, timeline.peak_host_bytes, timeline.peak_disk_bytes
+    assert peaks == (other.device_bytes, other.host_bytes, other.disk_bytes)
 
     exact = StorageBudget(
         device_bytes=other.device_bytes,
         host_bytes=other.host_bytes,
-        nvme=replace(nvme, capacity_bytes=other.nvme_bytes),
+        disk=replace(disk, capacity_bytes=other.disk_bytes),
     )
     best = solve_storage(costs, exact, may_drop_attention=True)
     assert best is not None and best.seconds <= other.step_seconds * (1 + 1e-7) + 1e-9
@@ -484,11 +484,11 @@ def test_no_plan_that_fits_beats_the_optimum(data):
 def test_plans_of_any_costs_fit_and_take_what_was_expected(data):
     costs = data.draw(steps())
     size = st.integers(0, 2**34)
-    nvme = data.draw(
+    disk = data.draw(
         st.none()
-        | st.just(NvmeTier(capacity_bytes=data.draw(size), write_bytes_per_second=1e8, read_bytes_per_second=3e8))
+        | st.just(DiskTier(capacity_bytes=data.draw(size), write_bytes_per_second=1e8, read_bytes_per_second=3e8))
     )
-    budget = StorageBudget(device_bytes=data.draw(size), host_bytes=data.draw(size), nvme=nvme)
+    budget = StorageBudget(device_bytes=data.draw(size), host_bytes=data.draw(size), disk=disk)
     may_drop = data.draw(st.booleans())
     plan = planned(costs, budget, may_drop_attention=may_drop)
     if plan is None:
@@ -516,8 +516,8 @@ def test_what_fits_to_the_byte_is_found():
         tokens=1, classes=(large, small), call_classes=(0, 1, 0, 0, 1, 1), outside_seconds=0.0,
         offload_bytes_per_second=1e6, prefetch_bytes_per_second=1e6, fixed_device_bytes=0, transient_device_bytes=0,
     )  # fmt: skip
-    nvme = NvmeTier(capacity_bytes=15, write_bytes_per_second=1e8, read_bytes_per_second=3e8)
-    budget = StorageBudget(device_bytes=48, host_bytes=0, nvme=nvme)
+    disk = DiskTier(capacity_bytes=15, write_bytes_per_second=1e8, read_bytes_per_second=3e8)
+    budget = StorageBudget(device_bytes=48, host_bytes=0, disk=disk)
     assert plan_storage(costs, budget, may_drop_attention=False, tile_tokens=1).needs.device_bytes == 48
 
 
@@ -535,7 +535,7 @@ def limits_of(costs, budget):
         return lambda share: (costs, more(budget, name, share))
 
     def of_nvme(name):
-        return lambda share: (costs, replace(budget, nvme=more(budget.nvme, name, share)))
+        return lambda share: (costs, replace(budget, disk=more(budget.disk, name, share)))
 
     changes = {
         "device memory": of_budget("device_bytes"),
@@ -543,10 +543,10 @@ def limits_of(costs, budget):
         "offload bandwidth": of_costs("offload_bytes_per_second"),
         "prefetch bandwidth": of_costs("prefetch_bytes_per_second"),
     }
-    if budget.nvme:
-        changes["NVMe space"] = of_nvme("capacity_bytes")
-        changes["NVMe write bandwidth"] = of_nvme("write_bytes_per_second")
-        changes["NVMe read bandwidth"] = of_nvme("read_bytes_per_second")
+    if budget.disk:
+        changes["disk space"] = of_nvme("capacity_bytes")
+        changes["disk write bandwidth"] = of_nvme("write_bytes_per_second")
+        changes["disk read bandwidth"] = of_nvme("read_bytes_per_second")
     return changes
 
 
@@ -560,8 +560,8 @@ def problems_with_prices():
     yield costs, memory
     costs = replace(costs, prefetch_bytes_per_second=1e9)
     for space, write, read in ((10**12, 1e9, 1e8), (4 * 10**9, 1e9, 1e9), (10**12, 1e8, 1e9)):
-        nvme = NvmeTier(capacity_bytes=space, write_bytes_per_second=write, read_bytes_per_second=read)
-        yield costs, StorageBudget(device_bytes=11 * 10**9, host_bytes=5 * 10**9, nvme=nvme)
+        disk = DiskTier(capacity_bytes=space, write_bytes_per_second=write, read_bytes_per_second=read)
+        yield costs, StorageBudget(device_bytes=11 * 10**9, host_bytes=5 * 10**9, disk=disk)
 
 
 def test_prices_are_what_solving_with_a_little_more_or_less_brings():
@@ -589,7 +589,7 @@ def test_prices_are_what_solving_with_a_little_more_or_less_brings():
 
 
 def test_a_table_says_what_binds_and_what_more_would_bring():
-    costs, budget = analytic(MODELS["Llama-8B LoRA"], MACHINES["H100"], 64 * 1024, 32, NVME)
+    costs, budget = analytic(MODELS["Llama-8B LoRA"], MACHINES["H100"], 64 * 1024, 32, DISK)
     plan = plan_storage(costs, budget)
     rows = resource_sensitivities(plan)
     prices = {price.resource: price for price in plan.prices}
@@ -610,7 +610,9 @@ def test_a_table_says_what_binds_and_what_more_would_bring():
 def test_of_plans_that_take_equally_long_the_simplest_is_chosen():
     # Everything fits the device: plain training.
     plain = plan_storage(tiny(), AMPLE)
-    assert {(r.kind, r.place) for r in plain.calls[0].ranges} == {(kind, "device") for kind in (INPUT, ATTENTION, ALL)}
+    assert {(r.kind, r.place) for r in plain.calls[0].ranges} == {
+        (kind, "device") for kind in (INPUT, ATTENTION, OTHER)
+    }
     assert (plain.needs.step_seconds, plain.calls[0].bounds) == (5 + 4 * (4 + 8), (0, 100))
     # Nothing is gained by storing what costs nothing to compute again, nor by dropping attention outputs that fit.
     free = replace(
@@ -619,7 +621,7 @@ def test_of_plans_that_take_equally_long_the_simplest_is_chosen():
         elementwise_seconds=0.0,
         attention_seconds=0.0,
     )
-    device = StorageBudget(device_bytes=2000, host_bytes=10**6, nvme=AMPLE.nvme)
+    device = StorageBudget(device_bytes=2000, host_bytes=10**6, disk=AMPLE.disk)
     least = plan_storage(tiny(n=30, classes=(free,)), device, tile_tokens=10)
     assert {(r.kind, r.place) for r in least.calls[0].ranges} == {(INPUT, "host"), (ATTENTION, "host")}
 
@@ -639,7 +641,7 @@ def test_attention_outputs_are_dropped_only_where_that_pays():
         "raise device_memory or host_memory, or shorten the sequence"
     )
     with pytest.raises(StorageError, match=r"lacks 500 B even without them and the host has 1\.5 KiB, NVMe 976\.6"):
-        plan_storage(costs, replace(tight, device_bytes=1000, nvme=AMPLE.nvme))
+        plan_storage(costs, replace(tight, device_bytes=1000, disk=AMPLE.disk))
 
 
 def test_what_is_dropped_costs_its_share_of_the_triangle():
@@ -659,8 +661,8 @@ def test_a_budget_that_is_just_enough_is_met_to_the_byte():
     assert (plan.needs.device_bytes, plan.needs.host_bytes, plan.needs.rounding_bytes) == (1700, 1000, 200)
     with pytest.raises(StorageError):
         plan_storage(costs, replace(exact, host_bytes=999))
-    split = plan_storage(costs, replace(exact, host_bytes=500, nvme=replace(AMPLE.nvme, capacity_bytes=500)))
-    assert (split.needs.host_bytes, split.needs.nvme_bytes) == (500, 500)
+    split = plan_storage(costs, replace(exact, host_bytes=500, disk=replace(AMPLE.disk, capacity_bytes=500)))
+    assert (split.needs.host_bytes, split.needs.disk_bytes) == (500, 500)
     assert split.calls[0].bounds == (0, 50, 100)  # not at a multiple of 128: there is no such plan
 
 
@@ -686,7 +688,7 @@ def test_windowed_attention_costs_the_same_for_all_tokens_past_the_first_window(
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Product(name="all", size_bytes=1, seconds=1.0), 'a product is named "all"'),
+        (lambda: Product(name="other", size_bytes=1, seconds=1.0), 'a product is named "other"'),
         (lambda: Product(name="q", size_bytes=-1, seconds=1.0), "size_bytes=-1 must be"),
         (
             lambda: replace(tiny().classes[0], products=tiny().classes[0].products * 2),
@@ -696,7 +698,7 @@ def test_windowed_attention_costs_the_same_for_all_tokens_past_the_first_window(
         (lambda: tiny(call_classes=(0, 1)), "each of the 1 classes"),
         (lambda: tiny(classes=(), call_classes=()), "each of the 0 classes"),
         (lambda: tiny(offload_bytes_per_second=0.0), "offload_bytes_per_second=0.0 must be greater than 0"),
-        (lambda: replace(NVME, read_bytes_per_second=0.0), "read_bytes_per_second=0.0 must be greater than 0"),
+        (lambda: replace(DISK, read_bytes_per_second=0.0), "read_bytes_per_second=0.0 must be greater than 0"),
     ],
 )
 def test_documents_refuse_what_makes_no_sense(make, message):

@@ -81,9 +81,9 @@ def test_the_whole_plan_is_summed_up(plan):
 
 def test_what_goes_to_the_disk_is_told(plan):
     assert "disk" not in render(plan_table(plan))
-    with_disk = replace(plan, budget=replace(plan.budget, spill_bytes=GIB))
+    with_disk = replace(plan, budget=replace(plan.budget, disk_bytes=GIB))
     assert "disk needs 0 B, budget 1.0 GiB: not needed" in " ".join(render(plan_table(with_disk)).split())
-    spilled = replace(with_disk, swap=alpha_swap(0.25, 6, 5 * MIB, 65536, slice_tokens=8192, spilled_calls=2))
+    spilled = replace(with_disk, swap=alpha_swap(0.25, 6, 5 * MIB, 65536, slice_tokens=8192, disk_calls=2))
     told = "disk needs 10.0 MiB, budget 1.0 GiB: layer calls 0, 2 (2 of the 4 swapped)"
     assert told in " ".join(render(plan_table(spilled)).split())
 

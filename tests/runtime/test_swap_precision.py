@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.artifacts.slot_layouts import SpillLayout
+from lightning_memo.artifacts.slot_layouts import DiskLayout
 from lightning_memo.config import MemoConfig
 from lightning_memo.reports.tables import plan_tables
 
@@ -151,9 +151,9 @@ def test_a_disk(tmp_path: Path) -> None:
     exact = train(eight_blocks, alpha=1.0)
     settings = {"alpha": 1.0, "swap_precision": "fp8"}
     slot_bytes = train(eight_blocks, max_steps=1, **settings).plan.swap.memory.slot
-    host_memory = 2 * slot_bytes + SpillLayout(slot_bytes).bounce_bytes
-    spilled = train(eight_blocks, **settings, spill_path=tmp_path, host_memory=host_memory)
-    assert len(spilled.plan.swap.spilled_calls) == 4
+    host_memory = 2 * slot_bytes + DiskLayout(slot_bytes).bounce_bytes
+    spilled = train(eight_blocks, **settings, disk_path=tmp_path, host_memory=host_memory)
+    assert len(spilled.plan.swap.disk_calls) == 4
     assert_near(spilled, exact)
 
 

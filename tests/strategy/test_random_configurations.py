@@ -45,7 +45,7 @@ COMMON = {
     "plan_memory": one_of(False, False, False, True),
     "host_memory": one_of(None, None, "1MiB", "100KiB", "1KiB"),
     "device_memory": one_of(None, "1MiB", "100KiB", "10KiB", "1GiB"),
-    "spill_path": one_of(None, None, True),
+    "disk_path": one_of(None, None, True),
 }
 
 
@@ -55,7 +55,7 @@ def strategies(draw: st.DrawFn, slices_of_models: bool) -> dict[str, Any]:
     way = draw(st.sampled_from([*ways, *ways, WILD]))
     drawn = {name: draw(values) for name, values in (way | COMMON).items()}
     if way in (WAYS["streamed"], WAYS["slice"]):  # these refuse a disk
-        drawn["spill_path"] = None
+        drawn["disk_path"] = None
     return {name: value for name, value in drawn.items() if value is not None or name == "loss_chunk_tokens"}
 
 

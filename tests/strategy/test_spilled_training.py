@@ -1,4 +1,4 @@
-"""`MemoStrategy(spill_path=...)`: trains as without a disk, in less host memory, and refuses what cannot be."""
+"""`MemoStrategy(disk_path=...)`: trains as without a disk, in less host memory, and refuses what cannot be."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from support.trainer_harness import LanguageModel, Result, fit, listening, short
 from torch import nn
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.slot_layouts import SpillLayout
-from lightning_memo.engine.memory.spill import SpillError
+from lightning_memo.artifacts.slot_layouts import DiskLayout
+from lightning_memo.engine.memory.disk import DiskError
 from lightning_memo.utils.units import format_bytes
 
 
@@ -47,10 +47,10 @@ def train(max_steps: int = 3, callbacks: tuple[Callback, ...] = (), **settings: 
 def test_training_is_the_same_in_less_host_memory(disk: Path) -> None:
     expected = train()
     slot_bytes = expected.plan.swap.memory.slot
-    host_memory = 2 * slot_bytes + SpillLayout(slot_bytes).bounce_bytes
-    spilled = train(host_memory=host_memory, spill_path=disk)
+    host_memory = 2 * slot_bytes + DiskLayout(slot_bytes).bounce_bytes
+    spilled = train(host_memory=host_memory, disk_path=disk)
     assert spilled.losses == expected.losses
-    assert len(spilled.plan.swap.spilled_calls) == 4
+    assert len(spilled.plan.swap.disk_calls) == 4
     assert expected.plan.swap.host_bytes > host_memory >= spilled.plan.swap.host_bytes
     assert spilled.held == [0, 0, 0]
     assert list(disk.iterdir()) == [] and spill_threads() == []
@@ -58,18 +58,18 @@ def test_training_is_the_same_in_less_host_memory(disk: Path) -> None:
 
 def test_a_saved_plan_is_used_where_the_disk_has_room(disk: Path) -> None:
     slot_bytes = train(max_steps=1).plan.swap.memory.slot
-    settings = {"host_memory": 3 * slot_bytes, "spill_path": disk, "max_steps": 1}
+    settings = {"host_memory": 3 * slot_bytes, "disk_path": disk, "max_steps": 1}
     made = train(**settings)
     made.plan.save("plan.json")
     with listening() as heard:
         assert train(plan="plan.json", **settings).plan.swap == made.plan.swap
     assert "lightning_memo: uses the plan plan.json." in heard
-    needs = format_bytes(made.plan.swap.spill_bytes)
+    needs = format_bytes(made.plan.swap.disk_bytes)
     with (
         pytest.warns(UserWarning, match=f"profiled: it spills {needs} to the disk, and 1.0 KiB is available"),
         pytest.raises(ValueError, match=r"plus 1.0 KiB of disk: set a smaller alpha"),
     ):
-        train(plan="plan.json", spill_memory="1KiB", **settings)
+        train(plan="plan.json", disk_memory="1KiB", **settings)
 
 
 class Failing(Callback):
@@ -80,7 +80,7 @@ class Failing(Callback):
 def test_an_exception_leaves_nothing_on_the_disk(disk: Path) -> None:
     slot_bytes = train(max_steps=1).plan.swap.memory.slot
     with pytest.raises(KeyError):
-        train(host_memory=slot_bytes * 3, spill_path=disk, callbacks=(Failing(),))
+        train(host_memory=slot_bytes * 3, disk_path=disk, callbacks=(Failing(),))
     assert list(disk.iterdir()) == [] and spill_threads() == []
 
 
@@ -88,36 +88,36 @@ def test_a_full_disk_ends_the_fit_and_the_process_goes_on(disk: Path, monkeypatc
     slot_bytes = train(max_steps=1).plan.swap.memory.slot
 
     def refuse(_: int, __: int, size_bytes: int) -> None:
-        if size_bytes > 2 * SpillLayout(slot_bytes).region_bytes:
+        if size_bytes > 2 * DiskLayout(slot_bytes).region_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as full:
         full.setattr(os, "posix_fallocate", refuse)
-        with pytest.raises(SpillError, match=r"spilling needs .* free \(No space left on device\): free space"):
-            train(host_memory=slot_bytes * 3, spill_path=disk)
+        with pytest.raises(DiskError, match=r"spilling needs .* free \(No space left on device\): free space"):
+            train(host_memory=slot_bytes * 3, disk_path=disk)
     assert spill_threads() == []
-    assert train(host_memory=slot_bytes * 3, spill_path=disk).plan.swap.spilled_calls
+    assert train(host_memory=slot_bytes * 3, disk_path=disk).plan.swap.disk_calls
 
 
 def test_a_disk_that_is_not_needed_is_told(disk: Path) -> None:
     with listening() as heard:
-        assert train(max_steps=1, spill_path=disk).plan.swap.spilled_calls == ()
-    assert any("spill_path is not needed, because the host has room for all" in line for line in heard)
+        assert train(max_steps=1, disk_path=disk).plan.swap.disk_calls == ()
+    assert any("disk_path is not needed, because the host has room for all" in line for line in heard)
 
 
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
         (
-            {"spill_path": "missing"},
-            r'spill_path="missing": no file can be created there \(No such file or directory\)',
+            {"disk_path": "missing"},
+            r'disk_path="missing": no file can be created there \(No such file or directory\)',
         ),
-        ({"spill_path": ""}, "spill_path='' is not usable: give a folder on a local disk"),
-        ({"spill_memory": "1GiB"}, "spill_memory='1GiB' is for a disk: give spill_path"),
-        ({"spill_path": ".", "spill_memory": "much"}, "spill_memory='much' is not a size"),
-        ({"spill_path": ".", "slice_tokens": 8, "host_backed": "all"}, 'set host_backed="none"'),
-        ({"spill_path": ".", "slice_tokens": 8}, 'spill_path="." needs activations that leave the device by whole'),
-        ({"spill_path": ".", "slice_tokens": 8, "schedule": "slice"}, 'schedule="layer", or leave spill_path out'),
+        ({"disk_path": ""}, "disk_path='' is not usable: give a folder on a local disk"),
+        ({"disk_memory": "1GiB"}, "disk_memory='1GiB' is for a disk: give disk_path"),
+        ({"disk_path": ".", "disk_memory": "much"}, "disk_memory='much' is not a size"),
+        ({"disk_path": ".", "slice_tokens": 8, "host_backed": "all"}, 'set host_backed="none"'),
+        ({"disk_path": ".", "slice_tokens": 8}, 'disk_path="." needs activations that leave the device by whole'),
+        ({"disk_path": ".", "slice_tokens": 8, "schedule": "slice"}, 'schedule="layer", or leave disk_path out'),
     ],
 )
 def test_what_cannot_be_is_refused(settings: dict[str, Any], told: str) -> None:
@@ -138,9 +138,9 @@ def test_processes_spill_into_one_folder(disk: Path) -> None:
     expected = train_together(2, run, settings, after=swap_plan)
     slot_bytes = expected.notes["swap"][0].memory.slot
     # Each of the two has too little for the two layers that are swapped.
-    tight = {"host_memory": 2 * (2 * slot_bytes - 1), "spill_path": str(disk)}
+    tight = {"host_memory": 2 * (2 * slot_bytes - 1), "disk_path": str(disk)}
     spilled = train_together(2, run, settings | tight, after=swap_plan)
-    assert [len(swap.spilled_calls) for swap in spilled.notes["swap"]] == [2, 2]
+    assert [len(swap.disk_calls) for swap in spilled.notes["swap"]] == [2, 2]
     assert spilled.losses == expected.losses
     assert all(torch.equal(weight, expected.weights[name]) for name, weight in spilled.weights.items())
     assert list(disk.iterdir()) == []

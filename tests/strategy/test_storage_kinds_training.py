@@ -17,7 +17,7 @@ from support.trainer_harness import LanguageModel, ResumableLoader, Sequences, f
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.costs import Budget
-from lightning_memo.artifacts.plan import NvmeTier, Plan, StorageBudget
+from lightning_memo.artifacts.plan import DiskTier, Plan, StorageBudget
 from lightning_memo.config import MemoConfig
 from lightning_memo.planner.choose_plan import with_spare_device
 from lightning_memo.planner.plan_storage_kinds import common_problem, plan_kinds
@@ -206,17 +206,17 @@ def test_what_cannot_be_held_is_told() -> None:
 def test_the_common_problem_is_that_of_the_slowest_with_the_least_room() -> None:
     slow = replace(COSTS, classes=(replace(CALL, forward_seconds=0.2),), fixed_device_bytes=3000)
     disks = [
-        NvmeTier(capacity_bytes=7, write_bytes_per_second=2.0, read_bytes_per_second=9.0),
-        NvmeTier(capacity_bytes=5, write_bytes_per_second=4.0, read_bytes_per_second=3.0),
+        DiskTier(capacity_bytes=7, write_bytes_per_second=2.0, read_bytes_per_second=9.0),
+        DiskTier(capacity_bytes=5, write_bytes_per_second=4.0, read_bytes_per_second=3.0),
     ]
     problems = [
-        (COSTS, StorageBudget(device_bytes=ALWAYS + 8500, host_bytes=70, spill_bytes=7, nvme=disks[0])),
-        (slow, StorageBudget(device_bytes=ALWAYS + 2000 + 9500, host_bytes=90, spill_bytes=5, nvme=disks[1])),
+        (COSTS, StorageBudget(device_bytes=ALWAYS + 8500, host_bytes=70, disk_bytes=7, disk=disks[0])),
+        (slow, StorageBudget(device_bytes=ALWAYS + 2000 + 9500, host_bytes=90, disk_bytes=5, disk=disks[1])),
     ]
     found = common_problem(problems)
-    least = NvmeTier(capacity_bytes=5, write_bytes_per_second=2.0, read_bytes_per_second=3.0)
+    least = DiskTier(capacity_bytes=5, write_bytes_per_second=2.0, read_bytes_per_second=3.0)
     assert found == (
-        slow, StorageBudget(device_bytes=ALWAYS + 2000 + 8500, host_bytes=70, spill_bytes=5, nvme=least)
+        slow, StorageBudget(device_bytes=ALWAYS + 2000 + 8500, host_bytes=70, disk_bytes=5, disk=least)
     )  # fmt: skip
     other = replace(COSTS, classes=(replace(CALL, input_bytes=1),))
     assert common_problem([*problems, (other, problems[0][1])]) is None

@@ -34,12 +34,12 @@ def alpha_swap(
     tokens: int = 1000,
     *,
     slice_tokens: int | None = None,
-    spilled_calls: int = 0,
+    disk_calls: int = 0,
     schedule: Any = "layer",
     **settings: Any,
 ) -> SwapPlan:
     """Return a plan with slots of the same size, some of which go to the disk."""
     leaving = calls - resident_calls(calls, settings.get("in_flight"))
-    storage = plan_of_alpha(tokens, alpha, calls, slice_tokens=slice_tokens, spilled=spread(spilled_calls, leaving))
+    storage = plan_of_alpha(tokens, alpha, calls, slice_tokens=slice_tokens, spilled=spread(disk_calls, leaving))
     memory = memory_of_slots(storage, lambda _: slot_bytes, leaving)
     return SwapPlan(storage=storage, memory=memory, schedule=schedule, **settings)

@@ -121,7 +121,7 @@ class EngineUnderTest:
         slice_tokens: Maximum number of tokens of a slice, in the profiled step as well.
         host_backed: Tensors that stay on the host in all steps.
         device: Device of the model.
-        spill_path: Folder for spilled layer calls.
+        disk_path: Folder for spilled layer calls.
         check_slices: Whether layers are compared with themselves in slices.
         swap_precision: How activations are swapped.
     """
@@ -134,7 +134,7 @@ class EngineUnderTest:
         slice_tokens: int | None = None,
         host_backed: HostBacked = "none",
         device: torch.device = DEVICE,
-        spill_path: Path | None = None,
+        disk_path: Path | None = None,
         check_slices: bool = True,
         swap_precision: SwapPrecision = "exact",
     ) -> None:
@@ -149,7 +149,7 @@ class EngineUnderTest:
                 schedule,
                 slice_tokens,
                 host_backed,
-                spill_path=spill_path,
+                disk_path=disk_path,
                 test_mode=test_mode,
                 check_slices=check_slices,
                 swap_precision=swap_precision,
@@ -193,7 +193,7 @@ class EngineUnderTest:
         alpha: float,
         slice_tokens: int | None = None,
         script: tuple[TokenRange, ...] | None = None,
-        spilled_calls: int = 0,
+        disk_calls: int = 0,
         tokens: int | None = None,
     ) -> tuple[int, ...]:
         """Plan for the profiled batch; returns the bytes of slot that each layer call is predicted to fill.
@@ -204,7 +204,7 @@ class EngineUnderTest:
         assert profile is not None
         engine.script = script
         if script is None:
-            longest = None if engine.layer_classes.why_whole else slice_tokens or self.slice_tokens
+            longest = None if engine.layer_classes.unsliceable else slice_tokens or self.slice_tokens
             script = slices_at(tokens or profile.tokens, alpha, longest)
         if self.host_backed != "none":
             return self._load_streamed(profile, alpha, script)
@@ -212,7 +212,7 @@ class EngineUnderTest:
         predicted = tuple(slot_bytes(c.saved, profile.tokens, script, schedule) for c in profile.in_order())
         plan = alpha_swap(
             alpha, len(profile.calls), max(predicted), profile.tokens, schedule=schedule, slice_tokens=slice_tokens,
-            spilled_calls=spilled_calls, precision=engine.settings.swap_precision,
+            disk_calls=disk_calls, precision=engine.settings.swap_precision,
         )  # fmt: skip
         engine.load(plan, profile.batch * profile.tokens)
         return predicted
@@ -260,4 +260,4 @@ def assert_trains_like_plain(model: nn.Module, batch: Batch, exact_alphas: tuple
                 actual = under_test.step(batch)
                 (assert_equal if alpha in exact_alphas else assert_close)(actual, plain)
             under_test.assert_as_planned()
-        return under_test.engine.layer_classes.why_whole
+        return under_test.engine.layer_classes.unsliceable

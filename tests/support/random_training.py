@@ -49,7 +49,7 @@ class Configuration:
         manual: Whether optimization is manual.
         validation: Whether a validation follows each step.
         trainer: Arguments of `Trainer`.
-        strategy: Arguments of `MemoStrategy`; `spill_path=True` stands for a temporary folder.
+        strategy: Arguments of `MemoStrategy`; `disk_path=True` stands for a temporary folder.
     """
 
     family: str = "llama"
@@ -245,8 +245,8 @@ def memo(configuration: Configuration) -> Iterator[Callable[[], MemoStrategy]]:
     """Yield the strategy of the configuration, and assert that its spill folder is empty afterwards."""
     with tempfile.TemporaryDirectory(prefix="spill-") as folder:
         settings = dict(configuration.strategy)
-        if settings.get("spill_path"):
-            settings["spill_path"] = folder
+        if settings.get("disk_path"):
+            settings["disk_path"] = folder
         yield lambda: MemoStrategy(**settings)
         assert not list(Path(folder).iterdir())
 

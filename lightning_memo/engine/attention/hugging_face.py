@@ -20,9 +20,9 @@ from lightning_memo.engine.attention.mask_patterns import (
     MaskFunction,
     MaskPattern,
     WholeMask,
-    divided_mask,
     measure_pattern,
     read_rules,
+    sharded_mask,
 )
 from lightning_memo.engine.attention.sliced_attention import attend
 from lightning_memo.engine.forward.autocast import autocast_inputs
@@ -373,7 +373,7 @@ def _mask(
     )
     if host.current.layout is not None:
         whole = functools.partial(explicit, allow_is_causal_skip=False)
-        return divided_mask(mask_function, host.current, q_length, device, may_skip and local_size is None, whole)
+        return sharded_mask(mask_function, host.current, q_length, device, may_skip and local_size is None, whole)
     # Tokens in a cache and cross-attention; only without them do queries and keys have the same positions.
     other_shape = attention_mask is not None and attention_mask.shape != (batch_size, kv_length)
     if other_shape or q_length != kv_length or not isinstance(q_offset, int) or q_offset or kv_offset:

@@ -285,7 +285,7 @@ def _documents(edges: Tensor) -> Documents | None:
     return tuple((0, *(row.nonzero()[:, 0] + 1).tolist()) for row in edges) if bool(edges.any()) else None
 
 
-def divided_mask(
+def sharded_mask(
     mask_function: MaskFunction,
     current: CurrentLayout,
     tokens: int,
@@ -325,7 +325,7 @@ def _whole_mask(layout: TokenLayout, tokens: int, explicit: Callable[[], Tensor]
     Raises:
         ValueError: Keys and values are on the host, and slices would see later ones.
     """
-    if layout.outside:
+    if layout.global_slices:
         raise RefusedAtAnyLength(
             "this model lets tokens see later ones, such as those of an image each other, and slices with keys on the "
             'host see earlier ones only: set host_backed="none"'

@@ -19,7 +19,7 @@ _inside = 0
 _stance: Any = None
 
 
-def run_as_written(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def run_eager(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function inside of which nothing is compiled, and which no compiled code traces."""
     if "torch._dynamo" not in sys.modules:  # without which nothing is compiled
         return function(*args, **kwargs)

@@ -124,7 +124,7 @@ class TokenPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class SideValues:
+class ExtraOutputs:
     """What a layer returns beside its hidden states.
 
     Attributes:
@@ -138,7 +138,7 @@ class SideValues:
     collected: Collected = field(default_factory=dict)
 
 
-def split_output(output: Any, x: Tensor, layer: nn.Module) -> tuple[Tensor, SideValues]:
+def split_output(output: Any, x: Tensor, layer: nn.Module) -> tuple[Tensor, ExtraOutputs]:
     """Take a return value apart: a tensor, or a tree of tuples, lists, dicts and dataclasses.
 
     Args:
@@ -153,7 +153,7 @@ def split_output(output: Any, x: Tensor, layer: nn.Module) -> tuple[Tensor, Side
         ValueError: It holds no such tensor.
     """
     if isinstance(output, Tensor) and output.shape == x.shape:
-        return output, SideValues((), lambda hidden, _: hidden)
+        return output, ExtraOutputs((), lambda hidden, _: hidden)
     leaves, spec = tree_flatten(fields_of(output))
     tensors = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     place = next((n for n in tensors if leaves[n].shape == x.shape), None)
@@ -170,7 +170,7 @@ def split_output(output: Any, x: Tensor, layer: nn.Module) -> tuple[Tensor, Side
         built = tree_unflatten([*values[:place], hidden, *values[place:]], spec)
         return built if unknown is None else dataclasses.replace(unknown, **built)
 
-    return leaves[place], SideValues(tuple(leaves[:place] + leaves[place + 1 :]), build)
+    return leaves[place], ExtraOutputs(tuple(leaves[:place] + leaves[place + 1 :]), build)
 
 
 def fields_of(output: Any) -> Any:

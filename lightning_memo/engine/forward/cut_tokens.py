@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from lightning_memo.engine.memory.lazy_tensor import part_of
+from lightning_memo.engine.memory.offloaded_tensor import part_of
 
 
 def cut(tree: Any, tokens: int, start: int, stop: int, batch: int, token_dim: int, shards: int = 1) -> Any:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_memo.engine.forward.cut_tokens import cut, token_dim_of
 from lightning_memo.engine.forward.intercept import LayerMode
-from lightning_memo.engine.memory.lazy_tensor import LazyTensor, real
+from lightning_memo.engine.memory.offloaded_tensor import OffloadedTensor, real
 from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.planner.token_slices import TokenRange
 from lightning_memo.utils.class_names import class_name
@@ -70,8 +70,8 @@ class LayerCall:
         arguments = (self.args, self.kwargs)
         part_of = cut(arguments, self.tokens, part.start, part.stop, self.batch, self.token_dim, self.shards)
         # The layer may pass them to kernels of its own.
-        if any(isinstance(t, LazyTensor) for t in tree_leaves(part_of)):
-            part_of = tree_map_only(LazyTensor, real, part_of)
+        if any(isinstance(t, OffloadedTensor) for t in tree_leaves(part_of)):
+            part_of = tree_map_only(OffloadedTensor, real, part_of)
         args, kwargs = part_of  # by reference if possible: a layer may write to its arguments
         if any(t is THE_INPUT for t in (*args, *kwargs.values())):
             args = [x if t is THE_INPUT else t for t in args]

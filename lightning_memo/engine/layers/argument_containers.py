@@ -21,7 +21,7 @@ _NOTHING = object()
 _READING = ("__iter__", "keys", "values", "items", "clear")
 
 
-def taken_apart(run: Run) -> Run:
+def unpack_container_arguments(run: Run) -> Run:
     """Return a function that calls `run(layer, forward, *args, **kwargs)` with a tensor as the first of `args`.
 
     If the layer's first argument is a container with hidden states, the forward gets what else it holds as one more

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.memory.lazy_tensor import Assembly, read_parts
+from lightning_memo.engine.memory.offloaded_tensor import TensorBuilder, read_parts
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.parallel.local_tensors import local_part
 from lightning_memo.planner.token_slices import TokenRange
@@ -30,8 +30,8 @@ class WholeStates:
         self.device, self.x_requires_grad = x.device, x.requires_grad
         self._dim = call.token_dim
         self._bounds = [(part.start, part.stop) for part in slices]
-        self._y: Assembly | Tensor | None = None
-        self._dx: Assembly | Tensor | None = None
+        self._y: TensorBuilder | Tensor | None = None
+        self._dx: TensorBuilder | Tensor | None = None
         self._dy: Iterator[Tensor] | None = None
 
     def inputs(self, x: Tensor) -> Iterator[Tensor]:
@@ -46,7 +46,7 @@ class WholeStates:
         """Return the layer's output, and hold it no longer."""
         y, self._y = self._y, None
         assert y is not None
-        return y.take() if isinstance(y, Assembly) else y
+        return y.take() if isinstance(y, TensorBuilder) else y
 
     def begin_output_gradient(self, dy: Tensor) -> None:
         """Take the gradient of the layer's output; slices read their parts, last slice first."""
@@ -79,7 +79,7 @@ class WholeStates:
     def take_input_gradient(self) -> Tensor | None:
         """Return the gradient of the layer's input, and hold it no longer; `None` if there is none."""
         dx, self._dx = self._dx, None
-        return dx.take() if isinstance(dx, Assembly) else dx
+        return dx.take() if isinstance(dx, TensorBuilder) else dx
 
 
 class SlicedStates(WholeStates):
@@ -106,10 +106,10 @@ class SlicedStates(WholeStates):
     def write_input_gradient(self, part: TokenRange, dx: Tensor) -> None:
         self._dx = self._written(self._dx, part, dx)
 
-    def _written(self, into: Assembly | Tensor | None, part: TokenRange, t: Tensor) -> Assembly:
-        if not isinstance(into, Assembly):
+    def _written(self, into: TensorBuilder | Tensor | None, part: TokenRange, t: Tensor) -> TensorBuilder:
+        if not isinstance(into, TensorBuilder):
             shape = list(t.shape)
             shape[self._dim] = self._tokens
-            into = Assembly(shape, t.dtype, t.device, self._rows_at_once, self._memory)
+            into = TensorBuilder(shape, t.dtype, t.device, self._rows_at_once, self._memory)
         into.write(self._dim, part.start, local_part(t))
         return into

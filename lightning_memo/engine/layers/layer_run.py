@@ -19,7 +19,7 @@ from lightning_memo.engine.layers.call_storage import CallStorage, StoragePolicy
 from lightning_memo.engine.layers.engine_services import EngineServices
 from lightning_memo.engine.layers.hidden_states import SlicedStates, WholeStates
 from lightning_memo.engine.modules.layer_probe import LayerTraits
-from lightning_memo.engine.recurrence import HandedStates
+from lightning_memo.engine.recurrence import RecurrentStates
 from lightning_memo.engine.saved_tensors.call_arguments import CallArguments
 from lightning_memo.engine.state.forward_state import BufferVersions, ForwardContext, ForwardState
 from lightning_memo.engine.state.held_state import HeldState
@@ -71,7 +71,7 @@ class LayerRun:
         storage: CallStorage,
         states: WholeStates,
         attention: CallAttention,
-        handed: HandedStates,
+        handed: RecurrentStates,
         forward_context: ForwardContext,
         traits: LayerTraits,
     ) -> None:
@@ -81,7 +81,7 @@ class LayerRun:
         self.arguments, self.storage = arguments, storage
         self.states, self.attention, self.handed = states, attention, handed
         self.forward_context = forward_context
-        self.side_places, self.chooses = traits.locality.side_places, traits.chooses
+        self.side_places, self.routes = traits.locality.side_places, traits.routes
         self.parts: weakref.WeakSet[PartOfRun] = weakref.WeakSet()
         self._started = self._ended = self._retained = False
 
@@ -303,7 +303,7 @@ def _forward_context(call: LayerCall, x: Tensor, slices: Sequence[TokenRange], t
     state, generators = None, OtherGenerators(())
     if recomputes:
         changing = {id(call.layer.get_buffer(name)) for name in traits.changing}
-        state = ForwardState(call.layer, arguments, changing, rewritten=bool(traits.why_whole))
+        state = ForwardState(call.layer, arguments, changing, rewritten=bool(traits.unsliceable))
     if recomputes or len(slices) > 1:  # otherwise, the layer draws once
         generators = OtherGenerators.of(state or HeldState(call.layer, arguments))
     rng, autocast = RngState.capture(x.device), ambient_autocast(x.device.type)

@@ -15,7 +15,7 @@ from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.modules.layer_classes import RequestedSettings
 from lightning_memo.engine.modules.layer_forward import read_call
 from lightning_memo.engine.modules.layer_probe import LayerTraits
-from lightning_memo.engine.recurrence import HandedStates
+from lightning_memo.engine.recurrence import RecurrentStates
 from lightning_memo.parallel.batches.token_layout import CurrentLayout, TokenLayout, slice_multiple
 from lightning_memo.parallel.context_parallel import ContextGroups
 from lightning_memo.parallel.ranks import Ranks
@@ -69,23 +69,23 @@ class TokenSharing:
         if self.ranks is None or not self.ranks.shares_experts:
             return traits
         found = torch.zeros(2, dtype=torch.int32, device=device)
-        for number, why in enumerate((traits.why_whole, traits.why_nest)):
+        for number, why in enumerate((traits.unsliceable, traits.needs_full_attention)):
             if why:
                 found[number].fill_(1)  # for a list of numbers, the host would wait
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.ranks.in_step)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.ranks.slice_group)
         whole, nest = found.tolist()
-        if whole and not traits.why_whole:
+        if whole and not traits.unsliceable:
             why = "a process that shares experts with this one got arguments with which the layer cannot be cut"
-            traits = replace(traits, why_whole=why)
-        if nest and not traits.why_nest:
+            traits = replace(traits, unsliceable=why)
+        if nest and not traits.needs_full_attention:
             why = "attention on a process that shares experts with this one needs all tokens at once"
-            traits = replace(traits, why_nest=why)
+            traits = replace(traits, needs_full_attention=why)
         return traits
 
-    def handed_states(self, layout: TokenLayout | None) -> HandedStates:
+    def handed_states(self, layout: TokenLayout | None) -> RecurrentStates:
         """Return the states of a layer call, which come from other processes if these share the tokens of a batch."""
         exchange = None if self.context is None or layout is None else self.context.states
-        return HandedStates(exchange, by_slice=divided_by_slices(layout))
+        return RecurrentStates(exchange, by_slice=has_global_slices(layout))
 
 
 class SequenceCutter:
@@ -96,14 +96,14 @@ class SequenceCutter:
         settings: The settings that were requested.
 
     Attributes:
-        outside: Whether slices are ranges of the whole sequence, each of which context-parallel processes share.
+        global_slices: Whether slices are ranges of the whole sequence, each of which context-parallel processes share.
         multiple: Slices begin at multiples of this many tokens.
     """
 
     def __init__(self, sharing: TokenSharing, settings: RequestedSettings) -> None:
-        self.outside = sharing.context is not None and settings.may_stream
+        self.global_slices = sharing.context is not None and settings.may_stream
         self.multiple = 1
-        if sharing.context is not None and self.outside:
+        if sharing.context is not None and self.global_slices:
             self.multiple = slice_multiple(sharing.context.ring_size, sharing.context.ulysses_size, sharing.shards)
 
     def slices(self, plan: StoragePlan, tokens: int, call: int = 0) -> tuple[TokenRange, ...]:
@@ -133,9 +133,9 @@ def check_tokens(layout: TokenLayout | None, tokens: int) -> None:
         )
 
 
-def divided_by_slices(layout: TokenLayout | None) -> bool:
+def has_global_slices(layout: TokenLayout | None) -> bool:
     """Return whether the batch is laid out slice by slice, which layers without gradients have to follow, too."""
-    return layout is not None and layout.outside and len(layout.bounds) > 1
+    return layout is not None and layout.global_slices and len(layout.bounds) > 1
 
 
 def check_bounds(layout: TokenLayout | None, slices: Sequence[TokenRange]) -> None:
@@ -148,7 +148,7 @@ def check_bounds(layout: TokenLayout | None, slices: Sequence[TokenRange]) -> No
     Raises:
         RuntimeError: The batch was laid out for other slices.
     """
-    if layout is None or (layout.shards == 1 and not layout.outside):
+    if layout is None or (layout.shards == 1 and not layout.global_slices):
         return
     laid_out = layout.bounds or (slices[-1].stop,)
     if laid_out != tuple(part.stop for part in slices):

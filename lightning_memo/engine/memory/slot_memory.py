@@ -33,9 +33,9 @@ from lightning_memo.engine.copy_streams import (
 )
 from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.compressed_values import CompressedValues
+from lightning_memo.engine.memory.disk import DiskError, DiskStore, DiskWrite
 from lightning_memo.engine.memory.host_arena import DeviceArena, HostArena, HostBuffer, LastCopies
 from lightning_memo.engine.memory.saved_storages import POISON, flat, gapless_strides, is_dense
-from lightning_memo.engine.memory.spill import Spill, SpillError, SpillWrite
 from lightning_memo.engine.timeline_recorder import NOBODY, Subject, TimelineRecorder
 from lightning_memo.planner.token_slices import aligned
 
@@ -141,7 +141,7 @@ class Slot:
     rounding: int | None = None
     host: Tensor | None = None
     disk: range | None = None
-    write: SpillWrite | None = None
+    write: DiskWrite | None = None
     fetch: CopyEvent | None = None
     copies: LastCopies = field(default_factory=LastCopies)
     in_backward: bool = False
@@ -250,7 +250,7 @@ class RoundingBuffers:
         """Number of buffers that a slot occupies."""
         return sum(owner is not None for owner in self._owners)
 
-    def occupant(self, t: Tensor) -> Slot | Tensor | None:
+    def buffer_owner(self, t: Tensor) -> Slot | Tensor | None:
         """The slot in whose buffer a tensor lies, or the buffer if no slot occupies it; `None` outside of buffers."""
         storage = t.untyped_storage().data_ptr()
         for buffer, owner in zip(self._buffers, self._owners, strict=True):
@@ -340,7 +340,7 @@ class SlotMemory:
     device: torch.device
     test_mode: TestMode | None = None
     gradient_bytes: int = 0
-    spill: Spill | None = None
+    spill: DiskStore | None = None
     state_bytes: int = 0
     recorder: TimelineRecorder | None = None
     device_bytes: int = 0
@@ -380,9 +380,9 @@ class SlotMemory:
     def _arenas(self) -> tuple[HostArena, ...]:
         return self.arena, self.gradient_arena, self.state_arena
 
-    def occupant(self, t: Tensor) -> Slot | Tensor | None:
+    def buffer_owner(self, t: Tensor) -> Slot | Tensor | None:
         """What occupies the rounding buffer in which a tensor lies; `None` outside of these."""
-        return self._rounding.occupant(t)
+        return self._rounding.buffer_owner(t)
 
     def lease(self, call: int, swap: bool, disk_bytes: int = 0) -> Slot:
         """Return a slot with a device buffer that the forward can write into.
@@ -424,7 +424,7 @@ class SlotMemory:
         share.copied_bytes = stop
         self.stats.offloaded_bytes += stop
 
-    def _offload_to_disk(self, slot: Slot, disk: range, spill: Spill) -> None:
+    def _offload_to_disk(self, slot: Slot, disk: range, spill: DiskStore) -> None:
         share = slot.to_disk
         stop = share.used_bytes
         if not stop:
@@ -555,10 +555,10 @@ class SlotMemory:
         self.stats.peak_host_bytes = max(self.stats.peak_host_bytes, in_use)
 
 
-def _end(event: CopyEvent | SpillWrite | None, for_cpu: bool = False) -> None:
+def _end(event: CopyEvent | DiskWrite | None, for_cpu: bool = False) -> None:
     """Wait for the end of a copy. The error of a failed copy was raised where its bytes were needed."""
-    with contextlib.suppress(SpillError, CopyError):
-        if isinstance(event, SpillWrite) or (event is not None and for_cpu):
+    with contextlib.suppress(DiskError, CopyError):
+        if isinstance(event, DiskWrite) or (event is not None and for_cpu):
             event.synchronize()
         elif event is not None:
             event.wait()

@@ -47,7 +47,7 @@ class RequestedSettings:
             layers that a profiled step has seen do.
         stacks: Number of stacks to which the layers belong.
         divided: Whether processes share the tokens of a sequence.
-        spill_path: Folder on a disk for the layer calls that a plan spills.
+        disk_path: Folder on a disk for the layer calls that a plan spills.
         test_mode: Random delays and poisoned buffers, to bring out copy races.
         swap_precision: "fp8" if swapped activations are compressed where that is possible, otherwise "exact".
         check_slices: Whether layers in slices are compared with whole layers while training.
@@ -63,7 +63,7 @@ class RequestedSettings:
     storage: Literal["auto", "alpha", "kinds"] = "alpha"
     stacks: int = 1
     divided: bool = False
-    spill_path: Path | None = None
+    disk_path: Path | None = None
     test_mode: TestMode | None = None
     check_slices: bool = True
     swap_precision: SwapPrecision = "exact"
@@ -83,10 +83,10 @@ class RequestedSettings:
             ValueError: `storage` is "kinds", and the layer cannot be cut; or the batch is laid out for slices, and
                 it cannot run slice after slice.
         """
-        if by_slices and (why := traits.why_whole or traits.why_nest):
+        if by_slices and (why := traits.unsliceable or traits.needs_full_attention):
             raise self.backing_error(why)
-        if self.storage == "kinds" and tokens >= 2 and traits.why_whole:
-            raise ValueError(f'storage="kinds" runs layers in slices, but {traits.why_whole}: use storage="alpha"')
+        if self.storage == "kinds" and tokens >= 2 and traits.unsliceable:
+            raise ValueError(f'storage="kinds" runs layers in slices, but {traits.unsliceable}: use storage="alpha"')
 
     def too_short(self, batch: int, tokens: int) -> bool:
         """Return whether an input has nothing to swap or recompute, or a single token where layers run in slices.
@@ -129,7 +129,7 @@ class RequestedSettings:
         Args:
             traits: The traits of the first layer.
         """
-        whole = traits.why_whole or traits.why_nest or self.schedule == "nest"
+        whole = traits.unsliceable or traits.needs_full_attention or self.schedule == "nest"
         return None if whole or (self.divided and not self.may_stream) else self.slice_tokens
 
     def backing(self, traits: LayerTraits, tokens: int, sliced: bool) -> HostBacked:
@@ -145,7 +145,7 @@ class RequestedSettings:
         """
         if self.slice_tokens is None or not self.may_stream or (tokens <= self.slice_tokens and not sliced):
             return "none"
-        why = traits.why_whole or traits.why_nest
+        why = traits.unsliceable or traits.needs_full_attention
         if self.host_backed == "auto":
             return "none" if why or self.schedule == "nest" else "attention"
         if why:
@@ -198,7 +198,7 @@ class LayerClasses:
 
     Attributes:
         agreed: Traits on which all processes have agreed.
-        chooses: Whether some layer that has run chooses indices by values.
+        routes: Whether some layer that has run chooses indices by values.
     """
 
     def __init__(self, layers: Sequence[nn.Module], backend_of: BackendOf, settings: RequestedSettings) -> None:
@@ -208,7 +208,7 @@ class LayerClasses:
         self._settings = settings
         self._fp8 = Fp8Check(settings.why_not_fp8)
         self.agreed = LayerTraits("")
-        self.chooses = False
+        self.routes = False
         self._proofs = LocalityProofs(layers)
         self._numbers: dict[int, tuple[object, int]] = {}
         self._probed: dict[object, LayerTraits] = {}
@@ -225,31 +225,31 @@ class LayerClasses:
         self._traits.clear()
         self._numbers.clear()
         self._why_scaled = None
-        self.chooses = False
+        self.routes = False
 
-    def agree(self, why_whole: str, why_nest: str) -> None:
+    def agree(self, unsliceable: str, needs_full_attention: str) -> None:
         """Set the traits on which processes have agreed, so that all run layers alike.
 
         Args:
-            why_whole: Why layers have to run as one slice; empty if they can be cut.
-            why_nest: Why attention cannot run slice after slice; empty if it can.
+            unsliceable: Why layers have to run as one slice; empty if they can be cut.
+            needs_full_attention: Why attention cannot run slice after slice; empty if it can.
         """
-        self.agreed = LayerTraits(why_whole, why_nest)
+        self.agreed = LayerTraits(unsliceable, needs_full_attention)
 
     @property
-    def why_whole(self) -> str:
+    def unsliceable(self) -> str:
         """Why some layer cannot be cut into slices; empty if all layers can."""
-        return next((traits.why_whole for traits in (*self, self.agreed) if traits.why_whole), "")
+        return next((traits.unsliceable for traits in (*self, self.agreed) if traits.unsliceable), "")
 
     @property
-    def why_nest(self) -> str:
+    def needs_full_attention(self) -> str:
         """Why attention of some layer cannot run slice after slice; empty if that of all layers can."""
-        return next((traits.why_nest for traits in (*self, self.agreed) if traits.why_nest), "")
+        return next((traits.needs_full_attention for traits in (*self, self.agreed) if traits.needs_full_attention), "")
 
     @property
     def schedule(self) -> Schedule:
         """The schedule of the model's layers: "nest" if it was requested or some layer needs it."""
-        if self._settings.schedule == "nest" or self.why_nest:
+        if self._settings.schedule == "nest" or self.needs_full_attention:
             return "nest"
         return "slice" if self._settings.schedule == "slice" else "layer"
 
@@ -273,20 +273,20 @@ class LayerClasses:
         if form not in by_form and len(by_form) >= _MOST_FORMS:
             form = _ANY_OTHER
         numbers = (attributes.numbers, attributes.inner)
-        if form not in by_form or (self._has_new_numbers(call.layer, numbers) and not by_form[form].why_whole):
-            was_cut = any(not traits.why_whole for traits in by_form.values())
+        if form not in by_form or (self._has_new_numbers(call.layer, numbers) and not by_form[form].unsliceable):
+            was_cut = any(not traits.unsliceable for traits in by_form.values())
             before = by_form.get(form)
             with collecting_nothing(), exchanging_nothing():
                 kind, any_other = (attributes.modules, form), form is _ANY_OTHER
                 # A layer may set context variables.
                 by_form[form] = copy_context().run(self._find, call, x, kind, attributes.inner, any_other)
-            self.chooses |= by_form[form].chooses
+            self.routes |= by_form[form].routes
             if before is not None and by_form[form].locality is before.locality:  # they decide nothing: not counted
                 self._numbers[id(call.layer)] = numbers, self._numbers[id(call.layer)][1] - 1
-            if was_cut and by_form[form].why_whole and call.tokens > 1:
-                warnings.warn(f"lightning_memo: {by_form[form].why_whole}. It runs as one slice now.", stacklevel=4)
-        found, agreed = by_form[form], self.agreed.why_whole
-        return replace(found, why_whole=agreed) if agreed and not found.why_whole else found
+            if was_cut and by_form[form].unsliceable and call.tokens > 1:
+                warnings.warn(f"lightning_memo: {by_form[form].unsliceable}. It runs as one slice now.", stacklevel=4)
+        found, agreed = by_form[form], self.agreed.unsliceable
+        return replace(found, unsliceable=agreed) if agreed and not found.unsliceable else found
 
     def _has_new_numbers(self, layer: nn.Module, numbers: object) -> bool:
         """Return whether numbers among a layer's attributes are others than in its last call, a few times at most."""
@@ -322,15 +322,15 @@ class LayerClasses:
                 "context_parallel_size=1 and sequence_parallel=False"
             )
         traits = self._probe(call, x, kind)
-        why = locality.why_not or traits.why_whole
-        if not why and locality.hands_states and (traits.why_nest or self._settings.schedule == "nest"):
+        why = locality.why_not or traits.unsliceable
+        if not why and locality.hands_states and (traits.needs_full_attention or self._settings.schedule == "nest"):
             why = f"{call.name} hands a state from token to token, and attention needs all tokens at once"
-        return replace(traits, why_whole=why, locality=locality)
+        return replace(traits, unsliceable=why, locality=locality)
 
     def _probe(self, call: LayerCall, x: Tensor, kind: object) -> LayerTraits:
         """Return the traits that a probe finds, which layers of one kind share if they do not ask for gradients."""
         asked, shared = (kind, _gradients_of(x)), self._probed.get(kind)
-        traits = self._probed.get(asked) if shared is None or shared.asks else shared
+        traits = self._probed.get(asked) if shared is None or shared.inspects_grad else shared
         if traits is None:
             traits = self._probed[asked] = probe_layer(call, x, self._backend_of, self._settings.probed_tokens)
             self._probed.setdefault(kind, traits)

@@ -218,7 +218,7 @@ def _was_given(cache: Any, call: tuple[int, ...], x: Tensor) -> bool:
     return before() is not x
 
 
-def rest_compiled(
+def disable_compile(
     model: nn.Module, layers: Sequence[nn.Module], everywhere: bool
 ) -> tuple[list[str], list[Callable[[], None]]]:
     """Make layers, their submodules and the modules around them run as they were written.
@@ -233,7 +233,7 @@ def rest_compiled(
 
     Returns:
         The names of the modules that were compiled and of functions in layers that are, and functions that enable
-        compilation again. Functions are not replaced: `run_as_written` runs them.
+        compilation again. Functions are not replaced: `run_eager` runs them.
     """
     inside = {module for layer in layers for module in layer.modules()}
     names, undo = [], []

@@ -19,7 +19,7 @@ from lightning_memo.engine.forward.known_tensor import as_function_of
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.refuse_checkpointing import refuse_inner_backward, refusing_transforms
 from lightning_memo.engine.forward.repeated_choices import NotedChoices
-from lightning_memo.engine.memory.lazy_tensor import part_of
+from lightning_memo.engine.memory.offloaded_tensor import part_of
 from lightning_memo.engine.recurrence import StateCall, handing
 from lightning_memo.engine.saved_tensors.side_effects import HiddenWrites, SideEffects, kept_elsewhere
 from lightning_memo.engine.state.layer_state import LayerState
@@ -41,31 +41,31 @@ class LayerTraits:
     """The traits of a layer that decide how it can run.
 
     Attributes:
-        why_whole: Why the layer has to run as one slice; empty if it can be cut.
-        why_nest: Why attention cannot run slice after slice; empty if it can.
+        unsliceable: Why the layer has to run as one slice; empty if it can be cut.
+        needs_full_attention: Why attention cannot run slice after slice; empty if it can.
         saved: Sizes of attention outputs, log-sum-exps, keys, values and states of one call.
         tokens: Number of tokens that were probed.
         key_value_gradient_bytes: Size of the gradients of keys and values, in the dtype in which they are summed.
         changing: Names of the buffers that a forward changes.
-        chooses: Whether the layer chooses indices by values, as a router chooses experts.
-        asks: Whether the layer asks if gradients go through a tensor.
+        routes: Whether the layer chooses indices by values, as a router chooses experts.
+        inspects_grad: Whether the layer asks if gradients go through a tensor.
         locality: The proof that the layer keeps tokens apart.
     """
 
-    why_whole: str
-    why_nest: str = ""
+    unsliceable: str
+    needs_full_attention: str = ""
     saved: tuple[SavedBytes, ...] = ()
     tokens: int = 1
     key_value_gradient_bytes: int = 0
     changing: tuple[str, ...] = ()
-    chooses: bool = False
-    asks: bool = False
+    routes: bool = False
+    inspects_grad: bool = False
     locality: Locality = field(default_factory=lambda: Locality(""), compare=False)
 
     @property
     def schedule(self) -> str:
         """The schedule of the layer: "layer", or "nest" if attention cannot run slice after slice."""
-        return "nest" if self.why_nest else "layer"
+        return "nest" if self.needs_full_attention else "layer"
 
 
 def probe_layer(call: LayerCall, x: Tensor, backend_of: BackendOf, longest: int | None = None) -> LayerTraits:
@@ -97,7 +97,7 @@ def probe_layer(call: LayerCall, x: Tensor, backend_of: BackendOf, longest: int 
             )
         else:
             why = f"{call.name} cannot run on some of the tokens: {str(error).splitlines()[0]}"
-    return replace(_probe(call, x, backend_of, call.tokens), why_whole=why)
+    return replace(_probe(call, x, backend_of, call.tokens), unsliceable=why)
 
 
 def _probe(call: LayerCall, x: Tensor, backend_of: BackendOf, tokens: int) -> LayerTraits:
@@ -146,16 +146,16 @@ def _traits_of(
             "generator that it does not hold, numbers that another thread draws at the same time): make it a function "
             "of these, for example in attributes of the layer, or train this model without lightning_memo"
         )
-    why_nest = _why_nest(call, recorder)
-    why = _why_whole(call, recorder, not why_nest, changing, rewritten)
+    needs_full_attention = _why_nest(call, recorder)
+    why = _why_whole(call, recorder, not needs_full_attention, changing, rewritten)
     return LayerTraits(
         why,
-        why_nest,
+        needs_full_attention,
         tuple(recorder.saved),
         tokens,
         recorder.gradient_bytes,
         changing,
-        recorder.chooses,
+        recorder.routes,
         questions.asked,
     )
 
@@ -219,7 +219,7 @@ class _Recorder:
         self.saved: list[SavedBytes] = []
         self.gradient_bytes = 0
         self.outputs: list[tuple[Tensor, RngState]] = []
-        self.chooses = self.changes_input = False
+        self.routes = self.changes_input = False
         self.why_own = ""  # why the layer computes attention itself
 
     def whole(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
@@ -246,7 +246,7 @@ class _Recorder:
         self.why_own = why
 
     def note_choice(self, _: Tensor) -> None:
-        self.chooses = True
+        self.routes = True
 
     def known(self, part: TokenRange, tokens: int) -> Callable[..., Tensor]:
         """Return a handler that answers with the known outputs of some tokens, and draws as much as attention did."""

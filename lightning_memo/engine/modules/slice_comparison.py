@@ -26,7 +26,7 @@ from lightning_memo.engine.forward.collected_outputs import TokenPlace, collecti
 from lightning_memo.engine.forward.cut_tokens import cut
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.memory.lazy_tensor import part_of
+from lightning_memo.engine.memory.offloaded_tensor import part_of
 from lightning_memo.engine.modules.layer_classes import LayerClasses, RequestedSettings
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.recurrence import StateCall, handing
@@ -170,7 +170,7 @@ class SliceComparison:
             stacklevel=3,
         )
         self._layer_classes.forget()  # what layers do now decides what a recomputation returns to
-        self._layer_classes.agree(why, traits.why_nest)
+        self._layer_classes.agree(why, traits.needs_full_attention)
 
 
 def _unlike_other_sizes(tokens: int, call: LayerCall) -> int:

@@ -23,8 +23,8 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from lightning_memo.engine.forward.autocast import ambient_autocast
-from lightning_memo.engine.memory.lazy_tensor import LazyTensor, read_rows, real
 from lightning_memo.engine.memory.noted_tensors import NotedTensor
+from lightning_memo.engine.memory.offloaded_tensor import OffloadedTensor, read_rows, real
 from lightning_memo.engine.memory.row_matrices import ComputedRows
 from lightning_memo.engine.modules.layer_forward import replace_forward
 from lightning_memo.engine.saved_tensors.side_effects import address_of
@@ -154,14 +154,14 @@ def _finished(
 
 def chunks(x: Tensor, tokens: int) -> Iterator[Tensor]:
     """Return the tokens of `x` `[..., hidden]` in chunks `[1, at most tokens, hidden]`, without history."""
-    if isinstance(x, LazyTensor):
+    if isinstance(x, OffloadedTensor):
         return (rows[None] for rows in read_rows(x, tokens))
     return iter(x.detach().reshape(1, -1, x.shape[-1]).split(tokens, 1))
 
 
 def chunk_tokens_of(x: Tensor, requested: int) -> int:
     """Return how many tokens of `x` are computed at once, at most `requested`."""
-    return min(requested, x.at_once) if isinstance(x, LazyTensor) else requested
+    return min(requested, x.at_once) if isinstance(x, OffloadedTensor) else requested
 
 
 @contextlib.contextmanager
@@ -229,7 +229,7 @@ class _LazyEmbedding(torch.autograd.Function):
         flat, like = ids.flatten().clone(), module(ids[:1, :1])  # see Note: [Values that are read later]
         ctx.module, ctx.ids, ctx.at_once, ctx.dtypes = module, flat, at_once, [p.dtype for p in trained]
         rows = ComputedRows(lambda ranges: module(_joined(flat, ranges)[None])[0])
-        return LazyTensor(rows, (*ids.shape, like.shape[-1]), like.dtype, like.device, at_once)
+        return OffloadedTensor(rows, (*ids.shape, like.shape[-1]), like.dtype, like.device, at_once)
 
     @staticmethod
     @first_derivative
@@ -255,7 +255,7 @@ def _rotate(
 
     It returns several tables (sines and cosines) or a single one (complex numbers).
     """
-    if not isinstance(x, LazyTensor) or position_ids.dim() != 2 or depends_on_length(module):
+    if not isinstance(x, OffloadedTensor) or position_ids.dim() != 2 or depends_on_length(module):
         return forward(x, position_ids, *args, **kwargs)
     like = torch.empty(0, dtype=x.dtype, device=x.device)
 
@@ -267,14 +267,14 @@ def _rotate(
     first = make(like, position_ids[:1, :1])
     positions = position_ids.flatten().clone()  # see Note: [Values that are read later]
 
-    def table(number: int, t: Tensor) -> LazyTensor:
+    def table(number: int, t: Tensor) -> OffloadedTensor:
         def compute(ranges: Sequence[range]) -> Tensor:
             found = make(like, _joined(positions, ranges)[None])
             rows: Tensor = (found if isinstance(first, Tensor) else found[number])[0]
             return rows
 
         shape = (*position_ids.shape, t.shape[-1])
-        return LazyTensor(ComputedRows(compute), shape, t.dtype, t.device, x.at_once)
+        return OffloadedTensor(ComputedRows(compute), shape, t.dtype, t.device, x.at_once)
 
     return table(0, first) if isinstance(first, Tensor) else tuple(table(n, t) for n, t in enumerate(first))
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.memory.noted_tensors import NotedTensor
-from lightning_memo.engine.saved_tensors.parked_arguments import ParkedView, SliceArguments
+from lightning_memo.engine.saved_tensors.offloaded_arguments import OffloadedArgument, SliceArguments
 from lightning_memo.engine.saved_tensors.weight_copies import FrozenCasts, WeightCopies, WeightCopy
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import is_sparse, plain_parts
 
@@ -49,7 +49,7 @@ class CallArguments:
         """Return a context in which copies of tensors in this container are contained."""
         return self._non_activations.with_copies(copies)
 
-    def handle(self, t: Tensor) -> NotedTensor | ParkedView | WeightCopy:
+    def handle(self, t: Tensor) -> NotedTensor | OffloadedArgument | WeightCopy:
         """Return the handle of a saved tensor that is no activation."""
         copy = self._weight_copies.find_frozen(t) or self._weight_copies.find_trained(t)
         if copy is not None:
@@ -57,7 +57,7 @@ class CallArguments:
         # A function of a weight may be saved by the operation that computes it, which would then keep itself alive.
         return NotedTensor.of(t if t.grad_fn is None else t.detach())
 
-    def load(self, handle: NotedTensor | ParkedView | WeightCopy) -> Tensor:
+    def load(self, handle: NotedTensor | OffloadedArgument | WeightCopy) -> Tensor:
         """Return the tensor that a handle stands for.
 
         Raises:
@@ -101,12 +101,12 @@ class ParkedCallArguments(CallArguments):
         super().__init__(call, x)
         self._parked = parked
 
-    def handle(self, t: Tensor) -> NotedTensor | ParkedView | WeightCopy:
+    def handle(self, t: Tensor) -> NotedTensor | OffloadedArgument | WeightCopy:
         handle = super().handle(t)
         return (self._parked.view_of(t) if isinstance(handle, NotedTensor) else None) or handle
 
-    def load(self, handle: NotedTensor | ParkedView | WeightCopy) -> Tensor:
-        if not isinstance(handle, ParkedView):
+    def load(self, handle: NotedTensor | OffloadedArgument | WeightCopy) -> Tensor:
+        if not isinstance(handle, OffloadedArgument):
             return super().load(handle)
         t: Tensor = self._parked.restore(handle)
         return t
@@ -122,7 +122,7 @@ class ParkedCallArguments(CallArguments):
 
 
 def _storages(t: Tensor) -> set[int]:
-    return {Tensor.untyped_storage(part)._cdata for part in plain_parts(t)}  # a `LazyTensor` has another for users
+    return {Tensor.untyped_storage(part)._cdata for part in plain_parts(t)}  # a `OffloadedTensor` has another for users
 
 
 class NonActivations:

@@ -16,7 +16,7 @@ from lightning_memo.engine.memory.block_reader import HostRange
 from lightning_memo.engine.memory.noted_tensors import NotedTensor
 from lightning_memo.engine.memory.saved_storages import Registry, flat
 from lightning_memo.engine.memory.slot_memory import Slot, SlotMemory, SlotView
-from lightning_memo.engine.saved_tensors.parked_arguments import ParkedView
+from lightning_memo.engine.saved_tensors.offloaded_arguments import OffloadedArgument
 from lightning_memo.engine.saved_tensors.weight_copies import WeightCopy
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import WrappedHandle
 from lightning_memo.parallel.local_tensors import ShardedHandle
@@ -29,7 +29,7 @@ ALL_POSITIONS: Final = range(sys.maxsize)
 # The handle of a saved tensor: the tensor itself or a copy (if it stays on the device), with its version if others may
 # change it, its place in the slot, its place in an argument that layers share, the weight of which it is a copy, the
 # handles of its parts, or its number in a recomputation.
-Handle = Tensor | SlotView | ShardedHandle | NotedTensor | ParkedView | WeightCopy | WrappedHandle | int
+Handle = Tensor | SlotView | ShardedHandle | NotedTensor | OffloadedArgument | WeightCopy | WrappedHandle | int
 
 
 class ForwardOrder(Generic[Member]):

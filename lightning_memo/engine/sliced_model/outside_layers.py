@@ -56,7 +56,7 @@ class OutsideLayers:
     def check(self, model: nn.Module, forward: Callable[..., Any], inputs: dict[str, Any], tokens: int) -> None:
         """Check that a model computes each token by itself outside of its layers.
 
-        It is proven again after modules, hooks, numbers among the attributes of modules or the form of inputs change.
+        It is proven again after modules, numbers among the attributes of modules or the form of inputs change.
 
         Args:
             model: The model.
@@ -73,20 +73,31 @@ class OutsideLayers:
         if part < 2 or state in self._proven:  # a single token looks like anything of size 1
             return
         with collecting_nothing():
-            why = self._hooked(model) or self._counting(model) or why_tokens_mixed(call, self._layers, tokens)
+            why = self._counting(model) or why_tokens_mixed(call, self._layers, tokens)
         if why:
             raise ValueError(f'schedule="slice" runs the model slice after slice, but {why}: use schedule="layer"')
         self._proven.add(state)
+
+    def refuse_hooks(self, model: nn.Module) -> None:
+        """Refuse hooks of a user, before they see any tokens.
+
+        Args:
+            model: The model.
+
+        Raises:
+            ValueError: A module outside of the layers has hooks.
+        """
+        hooked = next((name for name, m in self._modules(model) if has_hooks(m)), "")
+        if hooked:
+            raise ValueError(
+                f'schedule="slice" runs the model slice after slice, but hooks on {hooked} would see the tokens of one '
+                'slice only: use schedule="layer"'
+            )
 
     def _modules(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Iterate over the modules whose hooks run for each slice, and that no proof of a layer covers."""
         inside = {m for layer in self._layers for m in layer.modules() if m is not layer}
         return ((name, m) for name, m in model.named_modules() if m is not model and m not in inside)
-
-    def _hooked(self, model: nn.Module) -> str:
-        """Return which module has hooks of a user; empty if none has."""
-        hooked = next((name for name, m in self._modules(model) if has_hooks(m)), "")
-        return hooked and f"hooks on {hooked} would see the tokens of one slice only"
 
     def _counting(self, model: nn.Module) -> str:
         """Return which embedding relates the tokens of a batch; empty if none does."""
@@ -97,8 +108,6 @@ class OutsideLayers:
         """Iterate over what may decide what modules compute, apart from the values of tensors."""
         layers = set(self._layers)
         modules = [("", model), *self._modules(model)]
-        for _, m in modules:
-            yield *m._forward_hooks, *m._forward_pre_hooks, *m._backward_hooks, *m._backward_pre_hooks
         yield ModuleAttributes.of((name, m) for name, m in modules if m not in layers)
 
 

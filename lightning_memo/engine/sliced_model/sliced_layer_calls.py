@@ -25,9 +25,9 @@ from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.modules.layer_classes import LayerClasses, RequestedSettings
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.modules.slice_comparison import SliceComparison
-from lightning_memo.engine.recurrence import HandedStates
+from lightning_memo.engine.recurrence import RecurrentStates
 from lightning_memo.engine.saved_tensors.call_arguments import ParkedCallArguments
-from lightning_memo.engine.saved_tensors.parked_arguments import SliceArguments
+from lightning_memo.engine.saved_tensors.offloaded_arguments import SliceArguments
 from lightning_memo.engine.slices.slice_schedules import SliceOutput, run_last_layer, run_layer_schedule
 from lightning_memo.engine.state.forward_state import BufferVersions, ForwardContext, ForwardState
 from lightning_memo.engine.state.random_states import OtherGenerators
@@ -59,7 +59,7 @@ class SequenceRun:
         self._rng_state: RngState | None = None
         self._called: set[nn.Module] = set()
         self._cores: dict[nn.Module, list[Core]] = {}
-        self._handed: dict[nn.Module, HandedStates] = {}
+        self._handed: dict[nn.Module, RecurrentStates] = {}
 
     @property
     def tokens(self) -> int:
@@ -103,9 +103,9 @@ class SequenceRun:
         """Return the cores of a layer's attention calls, which all slices share."""
         return self._cores.setdefault(layer, [])
 
-    def handed(self, layer: nn.Module) -> HandedStates:
+    def handed(self, layer: nn.Module) -> RecurrentStates:
         """Return the states of a layer's recurrences, which all slices share."""
-        return self._handed.setdefault(layer, HandedStates())
+        return self._handed.setdefault(layer, RecurrentStates())
 
 
 class SequenceServices(EngineServices, Protocol):
@@ -223,7 +223,7 @@ def run_slice(engine: SequenceServices, sequence: SequenceRun, call: LayerCall, 
     position = CallPosition(layer, key, sequence.index)
     if sequence.index == 0:  # the last slice may have a single token, too few for a probe
         traits = engine.sharing.agreed(engine.layer_classes.of(call, x), x.device)
-        if (why := traits.why_whole or traits.why_nest) and call.tokens > 1:
+        if (why := traits.unsliceable or traits.needs_full_attention) and call.tokens > 1:
             raise engine.settings.backing_error(why)
         due = engine.comparison.due(key, len(engine.layers))
         if call.tokens > 1:
@@ -263,5 +263,5 @@ def _run_of_slice(
             sequence.capture_rng(x.device), generators, state, ambient_autocast(x.device.type),
             BufferVersions(call.layer),
         ),
-        LayerTraits("", chooses=engine.layer_classes.chooses),
+        LayerTraits("", routes=engine.layer_classes.routes),
     )  # fmt: skip

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_memo.engine.layers.layer_run import LayerRun
 from lightning_memo.engine.saved_tensors.offload_group import Handle, OffloadGroup
-from lightning_memo.engine.saved_tensors.parked_arguments import SliceArguments
+from lightning_memo.engine.saved_tensors.offloaded_arguments import SliceArguments
 from lightning_memo.engine.sliced_model.outside_layers import OutsideLayers
 from lightning_memo.engine.sliced_model.sliced_layer_calls import SequenceRun, SequenceServices, slice_by_slice
 from lightning_memo.engine.token_locality.fake_run import hooked_parameter
@@ -249,6 +249,7 @@ class SlicedModel:
         if tokens.shape[1] <= self._longest:
             return forward(**_on_device(self._engine.device, inputs))
         _check_sliceable(model, inputs)
+        self._outside.refuse_hooks(model)
         tail = [p for p in model.parameters() if p.requires_grad]
         inner = {p for layer in self._engine.layers for p in layer.parameters()}
         tail = [p for p in tail if p not in inner]

@@ -247,7 +247,7 @@ class _Recomputation:
         part, layer, profile = self._part, self._part.run.call.layer, self._part.run.engine.profile
         if profile is not None and profile.with_products:
             return ProductMode(layer, MeasuredProducts(profile, part.run.position.layer))
-        mode = ProductMode(layer, AnsweredProducts(part.storage, self._remaining))
+        mode = ProductMode(layer, StoredMatmuls(part.storage, self._remaining))
         return mode if part.storage.products or mode.adapts else None
 
 
@@ -291,7 +291,7 @@ def _refuse(_: None) -> Tensor:
     raise RuntimeError(NEVER_DIFFERENTIATED)
 
 
-class AnsweredProducts:
+class StoredMatmuls:
     """Reads products from storage, and computes those that are not there.
 
     Args:

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from lightning_memo.engine.attention.sliced_attention import KeysValuesSource
-from lightning_memo.engine.forward.as_written import run_as_written
+from lightning_memo.engine.forward.as_written import run_eager
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.matrix_products import ProductMode
 from lightning_memo.engine.forward.refuse_checkpointing import refuse_inner_backward, refusing_transforms
@@ -24,7 +24,7 @@ from lightning_memo.engine.memory.noted_tensors import NotedTensor
 from lightning_memo.engine.memory.saved_storages import resolved
 from lightning_memo.engine.recurrence import StateCall, handing
 from lightning_memo.engine.saved_tensors.offload_group import Handle, KeysValues
-from lightning_memo.engine.saved_tensors.parked_arguments import ParkedView
+from lightning_memo.engine.saved_tensors.offloaded_arguments import OffloadedArgument
 from lightning_memo.engine.saved_tensors.weight_copies import WeightCopy
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import is_sparse, is_wrapped, plain_parts
 from lightning_memo.engine.slices.recomputation import Recomputed, RecomputedKeysValues, recompute
@@ -98,7 +98,7 @@ class SliceRun:
             stack.enter_context(run.arguments.casting())
             if self.recomputes and self.range.has_products:
                 stack.enter_context(ProductMode(run.call.layer, self.storage))
-            if self.recomputes and run.chooses:
+            if self.recomputes and run.routes:
                 stack.enter_context(NotedChoices(self.choices.append, run.arguments))
             if self.storage.saving is not None:
                 stack.enter_context(self.storage.saving)
@@ -142,7 +142,7 @@ class SliceRun:
             refuse_inner_backward(self.run.call.name)
         if isinstance(handle, int):
             return self.recompute().take(handle)
-        if isinstance(handle, (NotedTensor, ParkedView, WeightCopy)):
+        if isinstance(handle, (NotedTensor, OffloadedArgument, WeightCopy)):
             return self.run.arguments.load(handle)
         return self.storage.load(handle)
 
@@ -264,7 +264,7 @@ class SliceRun:
         """Return the results of running the slice's forward again, which happens once."""
         if self._recomputed is None:
             variables = self.run.forward_context.variables.copy()  # a recomputation may need that of another slice
-            self._recomputed = variables.run(run_as_written, recompute, self)
+            self._recomputed = variables.run(run_eager, recompute, self)
         return self._recomputed
 
     def begin_backward(self) -> None:

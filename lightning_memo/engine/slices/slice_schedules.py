@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_memo.engine.forward.collected_outputs import (
-    SideValues,
+    ExtraOutputs,
     TokenPlace,
     collect_joined,
     collecting_apart,
@@ -87,7 +87,7 @@ def run_without_backward(run: LayerRun, x: Tensor) -> Any:
     return _with_sides(run.take_output(), sides, run)
 
 
-def _run_forward(run: LayerRun, x: Tensor) -> tuple[Tensor, list[SideValues]]:
+def _run_forward(run: LayerRun, x: Tensor) -> tuple[Tensor, list[ExtraOutputs]]:
     anchor = x if x.requires_grad else torch.zeros((), device=x.device, requires_grad=True)
     token, sides = _BeginLayer.apply(run, anchor), []
     for number, (tokens, x_part) in enumerate(zip(run.slices, run.states.inputs(x), strict=True)):
@@ -101,7 +101,7 @@ def _run_forward(run: LayerRun, x: Tensor) -> tuple[Tensor, list[SideValues]]:
     return token, sides
 
 
-def _run_slice(part: SliceRun, x: Tensor, token: Tensor) -> tuple[Tensor, SideValues]:
+def _run_slice(part: SliceRun, x: Tensor, token: Tensor) -> tuple[Tensor, ExtraOutputs]:
     """Run a slice. Its input requires grad if the layer's input does, as layers may ask for that."""
     before: Tensor | None = None
     if part.run.states.x_requires_grad:
@@ -113,7 +113,7 @@ def _run_slice(part: SliceRun, x: Tensor, token: Tensor) -> tuple[Tensor, SideVa
     return _SliceOutput.apply(part, y, before), side
 
 
-def _call(part: SliceRun, x: Tensor) -> tuple[Tensor, SideValues]:
+def _call(part: SliceRun, x: Tensor) -> tuple[Tensor, ExtraOutputs]:
     if part.run.whole:
         return split_output(part.call(x), x, part.run.call.layer)
     with collecting_apart() as collected:
@@ -148,7 +148,7 @@ class _Nest:
         self._after_attention: RngState | None = None
         self._generators = slices[0].run.forward_context.generators
         self.outputs: list[Tensor] = [inputs[0]] * len(inputs)
-        self.sides: list[SideValues] = [SideValues((), lambda y, _: y)] * len(inputs)
+        self.sides: list[ExtraOutputs] = [ExtraOutputs((), lambda y, _: y)] * len(inputs)
 
     def run(self, number: int) -> None:
         part = self._slices[number]
@@ -236,7 +236,7 @@ def _in_shares(lse: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
     return lse.flatten().split([of_token * length for length in lengths])
 
 
-def _with_sides(y: Tensor, sides: Sequence[SideValues], run: LayerRun) -> Any:
+def _with_sides(y: Tensor, sides: Sequence[ExtraOutputs], run: LayerRun) -> Any:
     """Return the layer's return value, into which the side values of the slices are joined.
 
     Outputs that hooks have collected in the slices are joined, too.

@@ -332,7 +332,7 @@ class TokenLayout:
         ulysses_rank: Rank in the all-to-all group.
         shards: Number of sequence-parallel shards: the tensor-parallel size with sequence parallelism, otherwise 1.
         bounds: Slice bounds on one shard, the last one at `tokens / ring / ulysses / shards`; empty for one slice.
-        outside: Whether a slice is a range of the whole sequence that is divided over the context-parallel ranks.
+        global_slices: Whether a slice is a range of the whole sequence that is divided over the context-parallel ranks.
             Otherwise each rank slices its own tokens.
         contiguous: Whether the tokens of a section that a rank holds follow one another, and those of the next rank
             follow them.
@@ -353,7 +353,7 @@ class TokenLayout:
     ulysses_rank: int = 0
     shards: int = 1
     bounds: tuple[int, ...] = ()
-    outside: bool = False
+    global_slices: bool = False
     contiguous: bool = False
     documents: Documents | None = None
     lengths: tuple[int, ...] | None = None
@@ -392,12 +392,12 @@ class TokenLayout:
     @property
     def bounds_of_order(self) -> tuple[int, ...]:
         """The slice bounds if they decide in which order a process has its tokens; empty if they do not."""
-        return self.bounds if self.outside or self.shards > 1 else ()
+        return self.bounds if self.global_slices or self.shards > 1 else ()
 
     @property
     def sections(self) -> tuple[range, ...]:
         """Ranges of positions, each of which is divided over the context-parallel ranks."""
-        if not (self.outside and self.bounds):
+        if not (self.global_slices and self.bounds):
             return (range(self.tokens),)
         parts = self.ring * self.ulysses * self.shards
         return tuple(range(a * parts, b * parts) for a, b in pairwise((0, *self.bounds)))
@@ -455,7 +455,7 @@ class TokenLayout:
         if self.bounds[-1] != last or not all(a < b for a, b in pairwise((0, *self.bounds))):
             raise ValueError(f"slice bounds {self.bounds} must increase from above 0 to {last}, the tokens of a shard")
         needed = slice_multiple(self.ring, self.ulysses, self.shards)
-        if self.outside and any(bound % needed for bound in self.bounds):
+        if self.global_slices and any(bound % needed for bound in self.bounds):
             raise ValueError(f"slice bounds {self.bounds} of a ring must be multiples of {needed}")
 
     def _check_rows(self) -> None:

@@ -335,12 +335,12 @@ class WeightGradients:
     """The gradients of weights that wait, by micro-batch and block of layers.
 
     Args:
-        occupant: Returns what lies in the memory of a tensor until something else is written there, after the backward
-            of its layer; `None` if nothing else ever is. Inputs in such memory are copied.
+        buffer_owner: Returns the owner of a tensor's memory, which is written again after the backward of its layer;
+            `None` if the memory is never written again. Inputs in memory with an owner are copied.
     """
 
-    def __init__(self, occupant: Callable[[Tensor], object | None]) -> None:
-        self._occupant = occupant
+    def __init__(self, buffer_owner: Callable[[Tensor], object | None]) -> None:
+        self._buffer_owner = buffer_owner
         self._products: dict[Place, list[_Product]] = {}
         self._present: list[_Product] | None = None
         self._backward = -1
@@ -418,10 +418,10 @@ class WeightGradients:
         if self._present is None or inside or torch.is_grad_enabled():
             return False
         x = product.input
-        if (occupant := self._occupant(x)) is not None:
-            key = id(occupant), x.data_ptr(), x.shape, x.stride(), x.dtype
+        if (buffer_owner := self._buffer_owner(x)) is not None:
+            key = id(buffer_owner), x.data_ptr(), x.shape, x.stride(), x.dtype
             if key not in self._copies:
-                self._copies[key] = occupant, x.clone()
+                self._copies[key] = buffer_owner, x.clone()
             product = _Product.of(product.weight, self._copies[key][1], product.gradient)
         self._present.append(product)
         return True

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memo.config import MemoConfig
 from lightning_memo.kernels.rng_state import RngState
-from lightning_memo.parallel.batches.divide_batch import IGNORED
+from lightning_memo.parallel.batches.shard_batch import IGNORED
 from lightning_memo.parallel.batches.token_layout import CurrentLayout, TokenLayout, largest_position
 from lightning_memo.parallel.device_mesh import ends_group, pipeline_groups, readers_group
 from lightning_memo.parallel.fsdp_units import UnitsInFlight
@@ -83,7 +83,7 @@ class _StageEngine(Protocol):
             alone: Whether no other one is in flight.
         """
 
-    def occupant(self, t: Tensor) -> object | None:
+    def buffer_owner(self, t: Tensor) -> object | None:
         """Return what lies in the memory of a tensor until something else is written there; `None` if nothing is."""
 
     def note_waiting(self, size_bytes: int) -> None:
@@ -165,7 +165,7 @@ class _PipelinedModel:
         self._micro_batch_size, self._current, self._gradients = micro_batch_size, current_layout, gradients
         self._units, self._agreement, self._after_backward = units, agreement, after_backward
         # On the first stage, none waits for another stage.
-        self._weights = WeightGradients(self._occupant) if zero_bubble and messages.stage else None
+        self._weights = WeightGradients(self._buffer_owner) if zero_bubble and messages.stage else None
         self._frozen: set[nn.Parameter] = set()
         self.engine: _StageEngine | None = None
         self.before_backward: Callable[[], None] = lambda: None
@@ -245,8 +245,8 @@ class _PipelinedModel:
             return one_by_one(micro_batches, blocks, weights_wait)
         return training_order(self._messages.stage, stages, micro_batches, blocks, weights_wait)
 
-    def _occupant(self, t: Tensor) -> object | None:
-        return None if self.engine is None else self.engine.occupant(t)
+    def _buffer_owner(self, t: Tensor) -> object | None:
+        return None if self.engine is None else self.engine.buffer_owner(t)
 
     def _profiles(self, micro_batch: dict[str, Any]) -> bool:
         """Return whether any process has to profile a micro-batch. Then all of them run one at a time.

@@ -326,7 +326,7 @@ class StagedModel:
             )
         head = float(sum(p.numel() for m in self.after for p in m.parameters(recurse=False)))
         costs = [float(sum(p.numel() for p in layer.parameters())) for layer in self.layers]
-        counts = tuple(given) if given is not None else divide_layers(costs, every, after=head)
+        counts = tuple(given) if given is not None else stage_layer_counts(costs, every, after=head)
         self._check_trained(stages, counts)
         return counts
 
@@ -445,7 +445,7 @@ def _empty(module: nn.Module, forward: Any) -> None:
     module.forward = forward
 
 
-def divide_layers(costs: Sequence[float], stages: int, after: float = 0.0) -> tuple[int, ...]:
+def stage_layer_counts(costs: Sequence[float], stages: int, after: float = 0.0) -> tuple[int, ...]:
     """Return the number of layers of each stage, so that the stage that costs most costs as little as possible.
 
     Among divisions with the same largest cost, the one with the smallest sum of squared costs is taken.

@@ -220,7 +220,7 @@ def check_experts(module: nn.Module, experts: int, tensor: int) -> None:
             )
 
 
-def divide_experts(experts: Iterable[nn.Module], meshes: ExpertMeshes) -> None:
+def shard_experts(experts: Iterable[nn.Module], meshes: ExpertMeshes) -> None:
     """Give each rank its experts, in place. The weights become `DTensor`s on `meshes.homes`.
 
     Args:
@@ -231,8 +231,8 @@ def divide_experts(experts: Iterable[nn.Module], meshes: ExpertMeshes) -> None:
         parallelize_module(m, meshes.homes, Experts(meshes), src_data_rank=None)
 
 
-def divided_experts(module: nn.Module) -> list[nn.Module]:
-    """Returns the experts of a model that :func:`divide_experts` has divided, but for those of other stages."""
+def sharded_experts(module: nn.Module) -> list[nn.Module]:
+    """Returns the experts of a model that :func:`shard_experts` has divided, but for those of other stages."""
     divided = [m for m in module.modules() if isinstance(getattr(m, "tensor_style", None), Experts)]
     return [m for m in divided if any(True for _ in m.parameters())]
 

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from lightning_memo.parallel.tensor.divided_logits import divided_logits
+from lightning_memo.parallel.tensor.sharded_logits import sharded_logits
 from lightning_memo.utils.retained_graph import first_derivative
 
 STREAM_TOKEN_DIM = 1
@@ -228,7 +228,7 @@ class Colwise(TensorStyle):
         y = self.project(module, x)
         if self.output == "local":
             return y
-        whole = divided_logits(y, self.mesh, module.out_features)
+        whole = sharded_logits(y, self.mesh, module.out_features)
         return whole if self.output == "divided" else whole.redistribute(placements=[Replicate()]).to_local()
 
     def project(self, module: nn.Module, x: Tensor) -> Tensor:

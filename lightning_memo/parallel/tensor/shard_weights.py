@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import parallelize_module
 
 from lightning_memo.parallel.device_mesh import ExpertMeshes
-from lightning_memo.parallel.tensor.experts import Experts, Mixture, divide_experts, is_stacked
+from lightning_memo.parallel.tensor.experts import Experts, Mixture, is_stacked, shard_experts
 from lightning_memo.parallel.tensor.module_styles import (
     STREAM_TOKEN_DIM,
     Block,
@@ -314,7 +314,7 @@ def shard_tensors(
     if experts is not None:
         for name, m in tensor_plan.experts.items():
             del styles[name]
-            divide_experts([m], experts)
+            shard_experts([m], experts)
     for name, style in styles.items():
         # One module at a time: parallelize_module would read some characters of a name as wildcards.
         parallelize_module(module.get_submodule(name), mesh, style, src_data_rank=None)

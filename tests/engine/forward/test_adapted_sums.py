@@ -130,7 +130,7 @@ def train_of_types(model: nn.Module, amp: bool = False) -> None:
     with ByKind(model) as under_test:
         assert_equal(under_test.profile_step(batch, amp), plain)
         assert_only_sums(under_test)
-        for stored in ((), ("all",), under_test.products):
+        for stored in ((), ("other",), under_test.products):
             under_test.load_storage(BASE | dict.fromkeys(stored, WHOLE))
             assert_equal(under_test.step(batch, amp), plain)
         nested = under_test.engine.layer_classes.schedule == "nest"
@@ -306,4 +306,4 @@ def test_a_stored_sum_spares_its_products_and_the_last_one_is_never_computed(dty
         nothing = flops(under_test, BASE)
         assert nothing - flops(under_test, BASE | {"mlp.up_proj": [("device", 0, TOKENS)]}) == layers * spared
         stored = BASE | {name: [("device", 0, TOKENS)] for name in under_test.products}
-        assert flops(under_test, stored) == flops(under_test, BASE | {"all": [("device", 0, TOKENS)]})
+        assert flops(under_test, stored) == flops(under_test, BASE | {"other": [("device", 0, TOKENS)]})

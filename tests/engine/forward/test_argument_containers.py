@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_memo import MemoStrategy
-from lightning_memo.engine.layers.argument_containers import taken_apart
+from lightning_memo.engine.layers.argument_containers import unpack_container_arguments
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -132,7 +132,7 @@ def test_hidden_states_leave_the_device(case: str) -> None:
     seen, states = weakref.ref(x), model.pack(x)
     del x
     with torch.no_grad():
-        output = taken_apart(run)(model.blocks[0], model.blocks[0].forward, states)
+        output = unpack_container_arguments(run)(model.blocks[0], model.blocks[0].forward, states)
     assert (output is states) == (case == "written dict")
     del output, states
     assert kept and seen() is None

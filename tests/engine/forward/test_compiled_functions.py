@@ -16,7 +16,7 @@ from support.trainer_harness import LanguageModel, fit, plain
 from torch import Tensor
 
 from lightning_memo import MemoStrategy
-from lightning_memo.engine.forward.as_written import run_as_written
+from lightning_memo.engine.forward.as_written import run_eager
 from lightning_memo.engine.modules.layer_forward import replace_forward
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -65,9 +65,9 @@ def test_functions_are_compiled_outside_of_layers_only() -> None:
 
     twice = torch.compile(lambda x: 2 * x, backend=backend)
     twice(torch.ones(3))
-    assert run_as_written(run_as_written, twice, torch.ones(3)).sum() == 6
+    assert run_eager(run_eager, twice, torch.ones(3)).sum() == 6
     with pytest.raises(ZeroDivisionError):
-        run_as_written(lambda: 1 / 0)
+        run_eager(lambda: 1 / 0)
     assert runs == ["compiled"]
     twice(torch.ones(3))
     assert runs == ["compiled"] * 2

@@ -75,7 +75,7 @@ def test_layers_with_its_norms_only_are_cut(te: Any, alpha: float, amp: bool) ->
     with EngineUnderTest(model) as whole:
         whole.profile_step(batch, amp)
         whole.load(alpha)
-        assert not whole.engine.layer_classes.why_whole
+        assert not whole.engine.layer_classes.unsliceable
         if alpha != 0.5:  # one slice
             assert_equal(whole.step(batch, amp), plain)
         else:

@@ -215,8 +215,8 @@ def test_spilled_layers(te: Any, tmp_path: Path) -> None:
         return InFp8(recipe_of("delayed"), lambda: blocks_of(layers=6))
 
     _, expected = trained(None, module(), max_steps=4)
-    result, found = trained(strategy(1.0, spill_path=str(tmp_path), host_memory="200KiB"), module(), max_steps=4)
-    assert result.plan.swap.spilled_calls
+    result, found = trained(strategy(1.0, disk_path=str(tmp_path), host_memory="200KiB"), module(), max_steps=4)
+    assert result.plan.swap.disk_calls
     compare(found, expected)
 
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memo.artifacts import slot_layouts as spill_layout
-from lightning_memo.artifacts.slot_layouts import BLOCK_BYTES, SpillLayout
+from lightning_memo.artifacts import slot_layouts as disk_layout
+from lightning_memo.artifacts.slot_layouts import BLOCK_BYTES, DiskLayout
 from lightning_memo.engine import TestMode
 from lightning_memo.engine.copy_streams import CopyEvent, ThreadCopyStream
-from lightning_memo.engine.memory import spill
-from lightning_memo.engine.memory.spill import Spill, SpillError, SpillFile
+from lightning_memo.engine.memory import disk
+from lightning_memo.engine.memory.disk import DiskError, DiskFile, DiskStore
 
 CPU = torch.device("cpu")
 SLOT_BYTES = 5 * BLOCK_BYTES - 100  # five chunks, the last one not full
@@ -31,13 +31,13 @@ DELAYS = TestMode(seed=0, longest_delay_seconds=0.002)
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spill_layout, "_CHUNK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(disk_layout, "_CHUNK_BYTES", BLOCK_BYTES)
 
 
 @pytest.fixture
-def tier(tmp_path: Path) -> Iterator[Spill]:
-    sizes = SpillLayout(SLOT_BYTES)
-    tier = Spill(tmp_path, SLOTS * sizes.region_bytes, sizes, CPU, DELAYS)
+def tier(tmp_path: Path) -> Iterator[DiskStore]:
+    sizes = DiskLayout(SLOT_BYTES)
+    tier = DiskStore(tmp_path, SLOTS * sizes.region_bytes, sizes, CPU, DELAYS)
     yield tier
     tier.close()
 
@@ -54,7 +54,7 @@ def descriptor_in(folder: Path) -> int:
     return descriptor
 
 
-def there_and_back(tier: Spill, sources: list[Tensor]) -> list[Tensor]:
+def there_and_back(tier: DiskStore, sources: list[Tensor]) -> list[Tensor]:
     """Write all slots from a device buffer that is reused, and read them back into it, the last one first."""
     buffer, arrived = torch.empty(SLOT_BYTES, dtype=torch.uint8), []
     places = [tier.take(SLOT_BYTES) for _ in sources]
@@ -76,14 +76,14 @@ def there_and_back(tier: Spill, sources: list[Tensor]) -> list[Tensor]:
 # ---- there and back
 
 
-def test_bytes_come_back(tier: Spill) -> None:
+def test_bytes_come_back(tier: DiskStore) -> None:
     assert tier.sizes.write_buffers == 5 and tier.sizes.bounce_bytes == 7 * BLOCK_BYTES
     for _ in range(2):
         assert all(map(torch.equal, there_and_back(tier, slots()), slots()))
     assert tier.file.space.bytes_in_use == 0
 
 
-def test_the_file_is_of_the_planned_size_and_its_space_is_reserved(tier: Spill) -> None:
+def test_the_file_is_of_the_planned_size_and_its_space_is_reserved(tier: DiskStore) -> None:
     status = os.fstat(descriptor_in(tier.file.folder))
     assert status.st_size == SLOTS * 5 * BLOCK_BYTES <= status.st_blocks * 512
     assert [tier.take(SLOT_BYTES) is None for _ in range(SLOTS + 1)] == [False] * SLOTS + [True]
@@ -113,23 +113,23 @@ def test_a_missing_wait_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def make(device: torch.device, name: str, *arguments: Any) -> ThreadCopyStream:
         return (HeedlessStream if name == broken else ThreadCopyStream)(name, *arguments)
 
-    monkeypatch.setattr(spill, "make_copy_stream", make)
-    sizes = SpillLayout(SLOT_BYTES)
-    tier = Spill(tmp_path, SLOTS * sizes.region_bytes, sizes, CPU, TestMode(0, 0.02))
+    monkeypatch.setattr(disk, "make_copy_stream", make)
+    sizes = DiskLayout(SLOT_BYTES)
+    tier = DiskStore(tmp_path, SLOTS * sizes.region_bytes, sizes, CPU, TestMode(0, 0.02))
     assert not all(map(torch.equal, there_and_back(tier, slots()), slots()))
     tier.close()
 
 
 def test_without_direct_io_bytes_come_back_too_and_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, command: int, argument: int = 0) -> int:
-        if command == spill.fcntl.F_SETFL:
+        if command == disk.fcntl.F_SETFL:
             raise OSError(errno.EINVAL, "Invalid argument")
         return 0
 
-    monkeypatch.setattr(spill.fcntl, "fcntl", refuse)
-    sizes = SpillLayout(SLOT_BYTES)
+    monkeypatch.setattr(disk.fcntl, "fcntl", refuse)
+    sizes = DiskLayout(SLOT_BYTES)
     with pytest.warns(UserWarning, match="without direct I/O"):
-        tier = Spill(tmp_path, SLOTS * sizes.region_bytes, sizes, CPU)
+        tier = DiskStore(tmp_path, SLOTS * sizes.region_bytes, sizes, CPU)
     assert all(map(torch.equal, there_and_back(tier, slots()), slots()))
     tier.close()
 
@@ -147,35 +147,35 @@ def short_files() -> Iterator[None]:
 
 
 def test_a_limit_on_files_gives_one_clear_line(tmp_path: Path, short_files: None) -> None:
-    with pytest.raises(SpillError) as caught:
-        SpillFile(tmp_path, 5 * BLOCK_BYTES)
+    with pytest.raises(DiskError) as caught:
+        DiskFile(tmp_path, 5 * BLOCK_BYTES)
     message = str(caught.value)
     assert "\n" not in message
     assert f"needs a file of 20.0 KiB (20480 bytes) in {tmp_path}, and files" in message and "ulimit -f" in message
-    SpillFile(tmp_path, 4 * BLOCK_BYTES).close()  # what fits still works
+    DiskFile(tmp_path, 4 * BLOCK_BYTES).close()  # what fits still works
 
 
 def test_more_than_is_free_is_refused_before_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: pytest.fail("would take all that is free"))
-    with pytest.raises(SpillError, match=r"needs 4\.0 PiB .* free \(No space left on device\): free space"):
-        SpillFile(tmp_path, 2**52)
+    with pytest.raises(DiskError, match=r"needs 4\.0 PiB .* free \(No space left on device\): free space"):
+        DiskFile(tmp_path, 2**52)
 
 
 @pytest.mark.parametrize("folder", ["/proc", "missing", "file"])
 def test_a_folder_that_takes_no_files_is_told(tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
-        ValueError, match=r'spill_path=".*(proc|missing|file)": no file can be created there \(.*\): give'
+        ValueError, match=r'disk_path=".*(proc|missing|file)": no file can be created there \(.*\): give'
     ):
-        SpillFile(tmp_path / folder, BLOCK_BYTES)
+        DiskFile(tmp_path / folder, BLOCK_BYTES)
 
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
 def test_a_disk_that_fails_is_told_where_bytes_are_needed(
-    tier: Spill, monkeypatch: pytest.MonkeyPatch, call: str
+    tier: DiskStore, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     monkeypatch.setattr(os, call, failing_after(2, getattr(os, call)))
-    with pytest.raises(SpillError, match=r"spill file in .* failed: No space left on device; the step is lost"):
+    with pytest.raises(DiskError, match=r"spill file in .* failed: No space left on device; the step is lost"):
         there_and_back(tier, slots())
     monkeypatch.undo()
     tier.synchronize()
@@ -198,7 +198,7 @@ def failing_after(calls: int, system_call: Callable[..., int]) -> Callable[..., 
 
 def own(folder: Path, ready: Connection) -> None:
     """A process that has a spill file until it gets a message."""
-    file = SpillFile(folder, BLOCK_BYTES)
+    file = DiskFile(folder, BLOCK_BYTES)
     ready.send(([path.name for path in file.folder.iterdir()], os.fstat(descriptor_in(folder)).st_nlink))
     ready.recv()
     raise KeyError("an exception")
@@ -222,11 +222,11 @@ def test_nothing_is_left_when_processes_end(tmp_path: Path) -> None:
         owner.join()
     assert [owner.exitcode for owner in owners] == [-signal.SIGKILL, 1]
     assert [path.name for path in tmp_path.iterdir()] == ["lightning_memo_notes"]
-    SpillFile(tmp_path, BLOCK_BYTES).close()
+    DiskFile(tmp_path, BLOCK_BYTES).close()
 
 
 def test_closing_gives_the_space_back_though_a_child_has_the_file_open(tmp_path: Path) -> None:
-    file = SpillFile(tmp_path, BLOCK_BYTES)
+    file = DiskFile(tmp_path, BLOCK_BYTES)
     inherited = os.dup(descriptor_in(tmp_path))
     assert os.fstat(inherited).st_blocks > 0
     file.close()

@@ -19,9 +19,9 @@ from support.samples.storage_problems import ALWAYS, MIB, planned
 from support.trainer_harness import LanguageModel, Result, ResumableLoader, Sequences, fit, shorten_measurements
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.plan import NvmeTier, Plan, StorageBudget
-from lightning_memo.artifacts.slot_layouts import SpillLayout, whole_blocks
-from lightning_memo.engine.memory.spill import SpillError
+from lightning_memo.artifacts.plan import DiskTier, Plan, StorageBudget
+from lightning_memo.artifacts.slot_layouts import DiskLayout, whole_blocks
+from lightning_memo.engine.memory.disk import DiskError
 from lightning_memo.planner.plan_storage_kinds import resource_sensitivities
 from lightning_memo.profiler import measured_costs as costs
 from lightning_memo.reports.tables import plan_tables
@@ -35,7 +35,7 @@ def four_ways(names: list[str]) -> tuple[Rows, ...]:
     mixed: Rows = {
         "input": [("device", 0, 8), ("host", 8, 24), ("disk", 24, TOKENS)],
         "attention": [("disk", 16, 32), ("device", 32, 40), ("host", 40, TOKENS)],
-        "all": [("disk", 48, TOKENS)],
+        "other": [("disk", 48, TOKENS)],
         names[0]: [("host", 0, 16), ("disk", 16, 40)],
     }
     disk: Rows = {"input": [("disk", 0, TOKENS)], "attention": [("disk", 0, TOKENS)], names[1]: [("disk", 3, 30)]}
@@ -62,10 +62,10 @@ def test_gradients_and_bytes_of_plans_that_spill(tmp_path: Path, monkeypatch: py
         under_test.assert_as_planned()
         engine = under_test.engine
         assert engine.swap is not None and engine.memory is not None
-        spilled = engine.swap.memory.spill[:-2]
+        spilled = engine.swap.memory.disk[:-2]
         assert [size > 0 for size in spilled] == [True, False, True, False]
-        assert sum(written.sizes) == sum(read.sizes) == engine.swap.spill_bytes == sum(map(whole_blocks, spilled))
-        bounce = SpillLayout(max(spilled)).bounce_bytes
+        assert sum(written.sizes) == sum(read.sizes) == engine.swap.disk_bytes == sum(map(whole_blocks, spilled))
+        bounce = DiskLayout(max(spilled)).bounce_bytes
         assert engine.memory.stats.peak_host_bytes == engine.host_bytes == engine.swap.memory.host + bounce
 
 
@@ -78,7 +78,7 @@ def test_a_full_disk_refuses_the_plan_and_the_engine_goes_on(tmp_path: Path, mon
         ways = four_ways(under_test.products)
         with monkeypatch.context() as full:
             full.setattr(os, "posix_fallocate", refuse)
-            with pytest.raises(SpillError, match=r"^spilling needs .*No space left on device\): free space") as caught:
+            with pytest.raises(DiskError, match=r"^spilling needs .*No space left on device\): free space") as caught:
                 under_test.load_storage(*ways)
         assert "\n" not in str(caught.value) and spill_threads() == []
         under_test.load_storage(*ways)
@@ -88,13 +88,13 @@ def test_a_full_disk_refuses_the_plan_and_the_engine_goes_on(tmp_path: Path, mon
 # ---- planning
 
 
-def disk_of(speed: float, gib: int = 1) -> NvmeTier:
-    return NvmeTier(capacity_bytes=gib * 2**30, write_bytes_per_second=speed, read_bytes_per_second=speed)
+def disk_of(speed: float, gib: int = 1) -> DiskTier:
+    return DiskTier(capacity_bytes=gib * 2**30, write_bytes_per_second=speed, read_bytes_per_second=speed)
 
 
-def budget_of(host_mib: int, nvme: NvmeTier | None) -> StorageBudget:
-    spill_bytes = nvme.capacity_bytes if nvme else 0
-    return StorageBudget(device_bytes=ALWAYS + 150 * MIB, host_bytes=host_mib * MIB, spill_bytes=spill_bytes, nvme=nvme)
+def budget_of(host_mib: int, disk: DiskTier | None) -> StorageBudget:
+    disk_bytes = disk.capacity_bytes if disk else 0
+    return StorageBudget(device_bytes=ALWAYS + 150 * MIB, host_bytes=host_mib * MIB, disk_bytes=disk_bytes, disk=disk)
 
 
 @pytest.mark.parametrize("unit", [1, 2**16])
@@ -102,43 +102,43 @@ def test_host_and_disk_are_kept_to_the_byte(unit: int) -> None:
     budget = budget_of(60, disk_of(2e8))
     plan, without = planned(budget, unit), planned(budget_of(60, None), unit)
     assert plan.step_seconds < without.step_seconds
-    assert plan.swap.spill_bytes > 0 and plan.budget == budget.capacities
+    assert plan.swap.disk_bytes > 0 and plan.budget == budget.capacities
     assert 0.9 * budget.host_bytes < plan.swap.host_bytes <= budget.host_bytes
-    assert plan.swap.host_bytes == plan.swap.memory.host + plan.swap.spill_layout.bounce_bytes
+    assert plan.swap.host_bytes == plan.swap.memory.host + plan.swap.disk_layout.bounce_bytes
     assert plan.device_bytes <= budget.device_bytes
     assert Plan.from_json(plan.to_json()) == plan
-    tight = replace_capacity(budget, plan.swap.spill_bytes // 2 + 1)
-    assert tight.spill_bytes * 0.9 < planned(tight, unit).swap.spill_bytes <= tight.spill_bytes
+    tight = replace_capacity(budget, plan.swap.disk_bytes // 2 + 1)
+    assert tight.disk_bytes * 0.9 < planned(tight, unit).swap.disk_bytes <= tight.disk_bytes
 
 
-def replace_capacity(budget: StorageBudget, spill_bytes: int) -> StorageBudget:
-    assert budget.nvme is not None
-    return replace(budget, spill_bytes=spill_bytes, nvme=replace(budget.nvme, capacity_bytes=spill_bytes))
+def replace_capacity(budget: StorageBudget, disk_bytes: int) -> StorageBudget:
+    assert budget.disk is not None
+    return replace(budget, disk_bytes=disk_bytes, disk=replace(budget.disk, capacity_bytes=disk_bytes))
 
 
 def test_a_disk_that_does_not_help_is_not_used() -> None:
-    assert planned(budget_of(60, disk_of(1e3))).swap.spill_bytes == 0
-    assert planned(budget_of(1, disk_of(2e8))).swap.spill_bytes == 0  # a step would take as long
+    assert planned(budget_of(60, disk_of(1e3))).swap.disk_bytes == 0
+    assert planned(budget_of(1, disk_of(2e8))).swap.disk_bytes == 0  # a step would take as long
     assert planned(budget_of(4, disk_of(2e8))).step_seconds < planned(budget_of(4, None)).step_seconds
     no_room_for_buffers = replace(budget_of(60, disk_of(2e8)), host_bytes=4 * KIB)
-    assert planned(no_room_for_buffers).swap.spill_bytes == 0
+    assert planned(no_room_for_buffers).swap.disk_bytes == 0
 
 
 def test_bounce_buffers_fit_a_small_host() -> None:
     plan = planned(budget_of(24, disk_of(2e8)))
-    assert 20 * MIB < plan.swap.spill_layout.bounce_bytes <= plan.swap.host_bytes <= 24 * MIB
+    assert 20 * MIB < plan.swap.disk_layout.bounce_bytes <= plan.swap.host_bytes <= 24 * MIB
     assert plan.step_seconds < planned(budget_of(24, None)).step_seconds
 
 
 @pytest.mark.parametrize("host_mib", [6, 12, 24])
 def test_what_bounce_buffers_lack_is_host_memory(host_mib: int) -> None:
     plan = planned(budget_of(host_mib, disk_of(2e8, gib=64)))
-    assert not plan.swap.storage.has_one_alpha and plan.swap.spill_bytes > 0
+    assert not plan.swap.storage.has_one_alpha and plan.swap.disk_bytes > 0
     rows = {row.resource: row for row in resource_sensitivities(plan.swap.storage)}
     assert (rows["host memory"].limit, rows["host memory"].binds) == (host_mib, True)
     assert rows["host memory"].used == plan.swap.host_bytes / MIB
-    assert (rows["NVMe space"].limit, rows["NVMe space"].binds) == (64, False)
-    assert rows["NVMe space"].used == plan.swap.spill_bytes / 2**30
+    assert (rows["disk space"].limit, rows["disk space"].binds) == (64, False)
+    assert rows["disk space"].used == plan.swap.disk_bytes / 2**30
 
 
 def test_tables_show_the_disk() -> None:
@@ -148,8 +148,8 @@ def test_tables_show_the_disk() -> None:
     rows = [" ".join(line.split()) for line in captured.get().splitlines()]
     assert any(row.startswith("disk") and "budget 1.0 GiB: layer calls 0, 1, 2, 3" in row for row in rows)
     assert any("size kept swapped on the disk recomputed" in row for row in rows)
-    assert any(row.startswith("NVMe space 1 GiB") for row in rows)
-    assert any(row.startswith("NVMe write bandwidth 200 MB/s") for row in rows)
+    assert any(row.startswith("disk space 1 GiB") for row in rows)
+    assert any(row.startswith("disk write bandwidth 200 MB/s") for row in rows)
 
 
 # ---- training
@@ -169,7 +169,7 @@ def disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def train(steps: int, disk: Path | None, **settings: Any) -> Result:
     data = ResumableLoader(Sequences(10))
-    strategy = MemoStrategy(**SETTINGS, spill_path=disk)
+    strategy = MemoStrategy(**SETTINGS, disk_path=disk)
     return fit(strategy, LanguageModel(build), data, max_steps=steps, max_epochs=9, **settings)
 
 
@@ -177,7 +177,7 @@ def test_training_is_resumed_with_the_plan_that_spills(disk: Path) -> None:
     saver = ModelCheckpoint("saved", every_n_train_steps=2, save_top_k=-1)
     whole = train(4, disk, callbacks=[saver], enable_checkpointing=True)
     swap = whole.plan.swap
-    assert not swap.storage.has_one_alpha and swap.spill_bytes > 0
+    assert not swap.storage.has_one_alpha and swap.disk_bytes > 0
     assert swap.host_bytes <= 160 * KIB and whole.plan.device_bytes <= whole.plan.budget.device_bytes
     assert whole.held == [0] * 4
     assert list(disk.iterdir()) == [] and spill_threads() == []

@@ -63,7 +63,7 @@ def test_gradients_at_every_alpha_and_in_any_mix_of_slices(config: str) -> None:
     batch, plain = make_batch(), reference(config)
     with EngineUnderTest(make_hybrid(config)) as under_test:
         assert_like(under_test.profile_step(batch), plain)
-        assert not under_test.engine.layer_classes.why_whole
+        assert not under_test.engine.layer_classes.unsliceable
         for alpha, slice_tokens in ((0.0, None), (0.5, None), (1.0, None), (0.0, 7), (0.5, 33), (1.0, 16)):
             under_test.load(alpha, slice_tokens)
             assert_like(under_test.step(batch), plain)
@@ -118,7 +118,7 @@ def test_padding_on_both_sides(config: str) -> None:
     plain = loss_and_gradients(make_hybrid(config), batch)
     with EngineUnderTest(make_hybrid(config), slice_tokens=16) as under_test:
         under_test.profile_step(batch)
-        assert not under_test.engine.layer_classes.why_whole
+        assert not under_test.engine.layer_classes.unsliceable
         under_test.load(0.5)
         assert_like(under_test.step(batch), plain)
 
@@ -180,9 +180,9 @@ def test_attention_that_needs_all_tokens_beside_a_recurrence(config: str) -> Non
         plain = loss_and_gradients(under_test.model, batch)
         classes = under_test.engine.layer_classes
         if config == "FalconH1Config":  # one layer has both
-            assert "hands a state from token to token, and attention needs all tokens at once" in classes.why_whole
+            assert "hands a state from token to token, and attention needs all tokens at once" in classes.unsliceable
         else:
-            assert not classes.why_whole
+            assert not classes.unsliceable
         assert plain.gradients.keys()
 
 
@@ -224,6 +224,6 @@ def test_recurrences_without_a_state_argument_run_whole() -> None:
     plain = loss_and_gradients(copy.deepcopy(model), batch)
     with EngineUnderTest(model) as under_test:
         under_test.profile_step(batch)
-        assert "may not compute each token by itself outside attention" in under_test.engine.layer_classes.why_whole
+        assert "may not compute each token by itself outside attention" in under_test.engine.layer_classes.unsliceable
         under_test.load(0.5)
         assert_like(under_test.step(batch), plain)

@@ -96,7 +96,7 @@ def test_layers_that_begin_to_mix_tokens(change: Callable[[Switched, Config], No
     with EngineUnderTest(model, check_slices=False) as under_test:
         under_test.profile_step(BATCH)
         under_test.load(0.5)
-        assert under_test.engine.layer_classes.why_whole == ""
+        assert under_test.engine.layer_classes.unsliceable == ""
         for _ in range(3):
             assert_close(under_test.step(BATCH), loss_and_gradients(model, BATCH))
         for layer in layers[:1] if alone else layers:
@@ -105,7 +105,7 @@ def test_layers_that_begin_to_mix_tokens(change: Callable[[Switched, Config], No
             under_test.step(BATCH)
             change(layers[0], config)
         found = under_test.step(BATCH)
-        assert "aten.slice computes along the tokens" in under_test.engine.layer_classes.why_whole
+        assert "aten.slice computes along the tokens" in under_test.engine.layer_classes.unsliceable
     assert_close(found, loss_and_gradients(model, BATCH))
 
 
@@ -128,7 +128,7 @@ def test_a_number_that_counts_steps_hides_no_other_one(monkeypatch: pytest.Monke
             for layer in layers:
                 layer._steps = step
             under_test.step(BATCH)
-        assert under_test.engine.layer_classes.why_whole == ""
+        assert under_test.engine.layer_classes.unsliceable == ""
         assert len(set(map(id, proofs))) == 2  # the second one does without the number
         layers[0]._factor = 1
         found = under_test.step(BATCH)

@@ -358,7 +358,7 @@ def test_numbers_that_differ_in_each_call_end_slices() -> None:
         plain = loss_and_gradients(model, BATCH)
         for _ in range(20):
             assert_close(under_test.step(BATCH), plain)
-        assert under_test.engine.layer_classes.why_whole == "Told gets other arguments in each call"
+        assert under_test.engine.layer_classes.unsliceable == "Told gets other arguments in each call"
 
 
 # ---- what a layer keeps elsewhere
@@ -410,7 +410,7 @@ def test_a_hook_in_one_layer_leaves_the_others_as_they_are() -> None:
     model.blocks[0].mlp.register_forward_hook(lambda mlp, _, y: None)
     with EngineUnderTest(model) as under_test:
         under_test.profile_step(BATCH)
-        whys = [traits.why_whole for traits in under_test.engine.layer_classes]
+        whys = [traits.unsliceable for traits in under_test.engine.layer_classes]
     assert whys[0].endswith("hooks on mlp would see the tokens of one slice only") and whys[1:] == [""] * (LAYERS - 1)
 
 

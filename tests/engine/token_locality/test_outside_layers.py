@@ -173,9 +173,11 @@ def test_hooks_of_a_user_are_refused(part: str) -> None:
     model = build()
     with EngineUnderTest(model, "slice", slice_tokens=16, host_backed="all") as under_test:
         under_test.profile_step(BATCH)
-        model.get_submodule(part).register_forward_hook(lambda module, x, y: y - y.mean(1, keepdim=True))
+        seen: list[torch.Size] = []
+        model.get_submodule(part).register_forward_hook(lambda module, x, y: seen.append(y.shape))
         with pytest.raises(ValueError, match=f"hooks on {part} would see the tokens of one slice only"):
             under_test.step(BATCH)
+    assert not seen
 
 
 def test_a_proof_leaves_no_trace() -> None:

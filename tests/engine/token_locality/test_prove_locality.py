@@ -191,7 +191,7 @@ def test_layers_that_are_alike_are_proven_once(family, forms, monkeypatch):
     monkeypatch.setattr(NAME, counted)
     with EngineUnderTest(FAMILIES[family].build()) as under_test:
         under_test.profile_step(make_batch(2, 24))
-        assert not under_test.engine.layer_classes.why_whole
+        assert not under_test.engine.layer_classes.unsliceable
     assert len(proofs) == forms
 
 

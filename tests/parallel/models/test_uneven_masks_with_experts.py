@@ -123,7 +123,7 @@ def test_padding_of_any_length(family: Any, size: int, settings: dict[str, Any])
 
 def _agreed(shares_experts: bool) -> list[LayerTraits]:
     """Let the second process find that layers cannot be cut, and the first one that attention needs all tokens."""
-    sharing = TokenSharing(ranks=Ranks(in_step=dist.group.WORLD, shares_experts=shares_experts, world=True))
+    sharing = TokenSharing(ranks=Ranks(slice_group=dist.group.WORLD, shares_experts=shares_experts, world=True))
     rank = dist.get_rank()
     found = (LayerTraits(""), LayerTraits("its own reason" * rank), LayerTraits("", "" if rank else "its own reason"))
     return [sharing.agreed(traits, DEVICE) for traits in found]
@@ -131,9 +131,14 @@ def _agreed(shares_experts: bool) -> list[LayerTraits]:
 
 def test_processes_that_share_experts_agree_on_slices() -> None:
     for rank, (neither, whole, nest) in enumerate(run_in_processes(2, _agreed, True)):
-        assert (neither.why_whole, neither.why_nest, whole.why_nest, nest.why_whole) == ("", "", "", "")
+        assert (neither.unsliceable, neither.needs_full_attention, whole.needs_full_attention, nest.unsliceable) == (
+            "",
+            "",
+            "",
+            "",
+        )
         elsewhere = "a process that shares experts with this one"
-        assert whole.why_whole == "its own reason" if rank else elsewhere in whole.why_whole
-        assert elsewhere in nest.why_nest if rank else nest.why_nest == "its own reason"
+        assert whole.unsliceable == "its own reason" if rank else elsewhere in whole.unsliceable
+        assert elsewhere in nest.needs_full_attention if rank else nest.needs_full_attention == "its own reason"
     for rank, (_, whole, nest) in enumerate(run_in_processes(2, _agreed, False)):
-        assert (bool(whole.why_whole), bool(nest.why_nest)) == (rank == 1, rank == 0)
+        assert (bool(whole.unsliceable), bool(nest.needs_full_attention)) == (rank == 1, rank == 0)

@@ -28,7 +28,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
-from lightning_memo.parallel.batches.divide_batch import BatchSharder
+from lightning_memo.parallel.batches.shard_batch import BatchSharder
 from lightning_memo.parallel.batches.token_layout import separate_documents
 
 MODELS = ("qwen2_5_vl", "qwen3_vl", "gemma3")

@@ -139,7 +139,7 @@ def test_stages_name_places_for_kinds_of_tensors_by_themselves(divided: str, dev
         assert bounds[0] == bounds[2] and len(bounds[0]) > 2
 
 
-@pytest.mark.parametrize("setting", [{"offload_state": True}, {"slice_tokens": 8}, {"spill_path": "x"}], ids=str)
+@pytest.mark.parametrize("setting", [{"offload_state": True}, {"slice_tokens": 8}, {"disk_path": "x"}], ids=str)
 def test_what_does_not_run_beside_a_pipeline_is_refused_in_one_line(setting: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="is not supported with pipeline_parallel_size=2: set") as caught:
         MemoStrategy(pipeline_parallel_size=2, **setting)

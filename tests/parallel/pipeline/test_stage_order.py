@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from lightning_memo.parallel.pipeline.stage_modules import divide_layers
+from lightning_memo.parallel.pipeline.stage_modules import stage_layer_counts
 from lightning_memo.parallel.pipeline.stage_order import (
     StageAction,
     forwards_only,
@@ -125,11 +125,11 @@ def test_the_slowest_stage_is_as_fast_as_possible(stages: int, costs: tuple[floa
         return own
 
     every = [c for c in itertools.product(range(1, len(costs) + 1), repeat=stages) if sum(c) == len(costs)]
-    counts = divide_layers(costs, stages, after)
+    counts = stage_layer_counts(costs, stages, after)
     assert counts in every
     assert max(sizes(counts)) == min(max(sizes(other)) for other in every)
 
 
 def test_a_large_head_takes_layers_from_the_last_stage() -> None:
-    assert divide_layers((1.0,) * 8, 2) == (4, 4)
-    assert divide_layers((1.0,) * 8, 2, after=2.4) == (5, 3)
+    assert stage_layer_counts((1.0,) * 8, 2) == (4, 4)
+    assert stage_layer_counts((1.0,) * 8, 2, after=2.4) == (5, 3)

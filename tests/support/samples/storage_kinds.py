@@ -48,7 +48,7 @@ def everything(names: list[str], nested: bool = False) -> Rows:
     rows: Rows = {
         "input": [("device", 0, 20), ("host", 20, TOKENS)],
         "attention": [("host", 0 if nested else 16, 32), ("device", 32, TOKENS)],
-        "all": [("host", 40, 48), ("device", 48, TOKENS)],
+        "other": [("host", 40, 48), ("device", 48, TOKENS)],
     }
     for n, name in enumerate(names):
         rows[name] = [[("host", 8, 40)], [("device", 24, 40)], [("host", 0, 24), ("device", 24, 40)]][n % 3]
@@ -62,14 +62,14 @@ class ByKind(EngineUnderTest):
         self,
         model: nn.Module,
         test_mode: TestMode | None = DELAYS,
-        spill_path: Path | None = None,
+        disk_path: Path | None = None,
         host_limit: float = math.inf,
         schedule: str = "auto",
     ) -> None:
         super().__init__(model, test_mode=test_mode)
         layers = find_stacks(model)[0].layers
         settings = RequestedSettings(
-            storage="kinds", spill_path=spill_path, test_mode=test_mode, host_limit=lambda: host_limit,
+            storage="kinds", disk_path=disk_path, test_mode=test_mode, host_limit=lambda: host_limit,
             schedule=schedule,
         )  # fmt: skip
         self.engine = Engine(model, layers, DEVICE, settings)
@@ -86,7 +86,7 @@ class ByKind(EngineUnderTest):
         plan = storage_plan(classes, len(profile.calls))
         kept, swapped, spilled = (predicted_bytes(profile, plan, place) for place in PLACES)
         memory = PlanMemory(
-            slot=max(map(sum, zip(swapped, spilled, strict=True))), host=sum(swapped[:-2]), spill=tuple(spilled),
+            slot=max(map(sum, zip(swapped, spilled, strict=True))), host=sum(swapped[:-2]), disk=tuple(spilled),
             kept=sum(kept),
         )  # fmt: skip
         swap = SwapPlan(storage=plan, memory=memory, schedule=self.engine.layer_classes.schedule)

@@ -51,7 +51,7 @@ def rounded(unit: int) -> Any:
 
         return PlanMemory(
             slot=total("host") + total("disk"), host=(CALLS - 2) * total("host"), kept=CALLS * total("device"),
-            spill=(total("disk"),) * CALLS,
+            disk=(total("disk"),) * CALLS,
         )  # fmt: skip
 
     return of

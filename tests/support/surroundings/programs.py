@@ -289,9 +289,15 @@ UNTRACKED = frozenset({"write ids through data", "write floats through data", "w
 READ_BY_NAME = frozenset({"write ids", "write mask or positions", "reuse buffers"})
 
 
-def is_untracked(kinds: frozenset[str]) -> bool:
-    """Return whether a program has writes that plain training does not notice."""
-    return bool(kinds & UNTRACKED) or ("checkpointed model" in kinds and bool(kinds & READ_BY_NAME))
+def is_untracked(kinds: frozenset[str], text: str) -> bool:
+    """Return whether a program has writes that plain training does not notice.
+
+    Args:
+        kinds: What the program does.
+        text: The program. Under a dispatch mode, PyTorch's foreach operators do not count the writes of a tensor.
+    """
+    uncounted = "Dispatched()" in text and "_foreach_mul_" in text
+    return uncounted or bool(kinds & UNTRACKED) or ("checkpointed model" in kinds and bool(kinds & READ_BY_NAME))
 
 
 # ---- views and reads

@@ -453,8 +453,9 @@ def _mutations_allowed(session: Session, program: Program) -> Result:
 
 
 def _verdict(session: Session, number: int, mine: Result, plain: Result) -> Verdict:
-    program, untracked = session.programs[number], is_untracked(session.kinds[number])
+    program = session.programs[number]
     text = "\n".join("\n".join(step) for step in program)
+    untracked = is_untracked(session.kinds[number], text)
     bound = HALF_BOUND if "autocast" in text or "bfloat16" in text else BOUND
     if plain.failure is not None:
         if mine.failure is None:

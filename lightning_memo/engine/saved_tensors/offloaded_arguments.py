@@ -28,7 +28,7 @@ class Parked:
 
 
 @dataclass(frozen=True, slots=True)
-class ParkedView:
+class OffloadedArgument:
     """Stands for a saved tensor that is a view of an argument.
 
     Attributes:
@@ -83,14 +83,14 @@ class SliceArguments:
         numbers = {id(t): n for n, t in enumerate(self._tensors)}
         return tree_map(lambda leaf: Parked(numbers[id(leaf)]) if id(leaf) in numbers else leaf, arguments)
 
-    def view_of(self, t: Tensor) -> ParkedView | None:
+    def view_of(self, t: Tensor) -> OffloadedArgument | None:
         """Return the view that stands for a saved tensor; `None` if the tensor lies in no argument."""
         storage = t.untyped_storage()._cdata
         for number, argument in enumerate(self._tensors):
             start = t.storage_offset() - argument.storage_offset()
             same = argument.untyped_storage()._cdata == storage and argument.dtype == t.dtype
             if same and start >= 0 and start + span(t) <= argument.numel():  # arguments may be parts of one tensor
-                return ParkedView(number, t.shape, t.stride(), start)
+                return OffloadedArgument(number, t.shape, t.stride(), start)
         return None
 
     def leave(self) -> None:
@@ -115,14 +115,14 @@ class SliceArguments:
             self._tensors.append(t)
 
     def restore(self, arguments: Any) -> Any:
-        """Return arguments with their tensors in place of each `Parked` and `ParkedView`."""
+        """Return arguments with their tensors in place of each `Parked` and `OffloadedArgument`."""
         while self._events:
             self._events.pop().wait()
 
         def tensor(leaf: Any) -> Any:
             if isinstance(leaf, Parked):
                 return self._tensors[leaf.number]
-            if isinstance(leaf, ParkedView):
+            if isinstance(leaf, OffloadedArgument):
                 argument = self._tensors[leaf.number]
                 return argument.as_strided(leaf.shape, leaf.stride, argument.storage_offset() + leaf.offset)
             return leaf

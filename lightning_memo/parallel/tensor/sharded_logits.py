@@ -1,7 +1,7 @@
 """Logits of which each tensor-parallel process has a part of the vocabulary.
 
 Note: [What runs on parts]
-`DividedLogits` give every function the result that it has on whole logits. Functions of single logits (a cast, a
+`ShardedLogits` give every function the result that it has on whole logits. Functions of single logits (a cast, a
 scale, a soft cap) and functions that only arrange tokens run on the parts. So do `log_softmax` and `softmax` over the
 vocabulary, and `sum`, `gather` and `cross_entropy`, which add up over the processes what the parts give. Any other
 function gets the logits of the whole vocabulary, gathered for this call. Plain tensors count as equal in all processes.
@@ -46,7 +46,7 @@ _OF_TENSOR = {
 }  # fmt: skip
 
 
-class DividedLogits(DTensor):
+class ShardedLogits(DTensor):
     """Logits that are divided in the vocabulary, and what is computed from them; see the note above."""
 
     __slots__ = ()
@@ -68,7 +68,7 @@ class DividedLogits(DTensor):
             return _on_parts(func, args, kwargs)
         if in_place and isinstance(first, DTensor):
             return _written(func, first, args[1:], kwargs)
-        if isinstance(first, DividedLogits) and (part := _Part.of(first)) is not None:
+        if isinstance(first, ShardedLogits) and (part := _Part.of(first)) is not None:
             if name in _POINTWISE or name in _SWAPPING or (name in _ARRANGING and part.stays(func, args[1:], kwargs)):
                 return _on_parts(func, args, kwargs)
             if name in _SUMMED and (result := _SUMMED[name](part, args[1:], kwargs)) is not None:
@@ -76,7 +76,7 @@ class DividedLogits(DTensor):
         return _on_whole(func, args, kwargs)
 
 
-def divided_logits(part: Tensor, mesh: DeviceMesh, vocabulary: int) -> DividedLogits:
+def sharded_logits(part: Tensor, mesh: DeviceMesh, vocabulary: int) -> ShardedLogits:
     """Return logits of which each process of a mesh has a part.
 
     Args:
@@ -87,28 +87,28 @@ def divided_logits(part: Tensor, mesh: DeviceMesh, vocabulary: int) -> DividedLo
     return _divided(part, mesh, part.dim() - 1, vocabulary)
 
 
-def replicated(t: Tensor, mesh: DeviceMesh) -> DividedLogits:
+def replicated(t: Tensor, mesh: DeviceMesh) -> ShardedLogits:
     """Return a tensor that is equal in all processes of a mesh, with the type of what is computed from logits."""
     return _as_logits(DTensor.from_local(t, mesh, [Replicate()], run_check=False))
 
 
-def _divided(part: Tensor, mesh: DeviceMesh, dim: int, size: int) -> DividedLogits:
+def _divided(part: Tensor, mesh: DeviceMesh, dim: int, size: int) -> ShardedLogits:
     shape = torch.Size((*part.shape[:dim], size, *part.shape[dim + 1 :]))
     form = {"shape": shape, "stride": torch.empty(shape, device="meta").stride()}
     return _as_logits(DTensor.from_local(part.contiguous(), mesh, [Shard(dim)], run_check=False, **form))
 
 
-def _as_logits(t: DTensor) -> DividedLogits:
+def _as_logits(t: DTensor) -> ShardedLogits:
     """Let a tensor be one of logits: the same object, with its graph. Sums over the processes are made at once."""
     if any(p.is_partial() for p in t.placements):
         t = t.redistribute(placements=[Replicate()])
-    t.__class__ = DividedLogits
-    assert isinstance(t, DividedLogits)
+    t.__class__ = ShardedLogits
+    assert isinstance(t, ShardedLogits)
     return t
 
 
 def _mesh_of(values: Any) -> DeviceMesh:
-    return next(t.device_mesh for t in tree_leaves(values) if isinstance(t, DividedLogits))
+    return next(t.device_mesh for t in tree_leaves(values) if isinstance(t, ShardedLogits))
 
 
 def _on_parts(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -150,12 +150,12 @@ class _Part:
         first: First token id of the part.
     """
 
-    logits: DividedLogits
+    logits: ShardedLogits
     dim: int
     first: int
 
     @classmethod
-    def of(cls, logits: DividedLogits) -> _Part | None:
+    def of(cls, logits: ShardedLogits) -> _Part | None:
         placement, mesh = logits.placements[0], logits.device_mesh
         if not isinstance(placement, Shard):
             return None
@@ -203,11 +203,11 @@ class _Part:
         found = values.gather(self.dim, (index - self.first).clamp(0, columns - 1))
         return self.total(found.where(here, 0))
 
-    def divided(self, part: Tensor) -> DividedLogits:
+    def divided(self, part: Tensor) -> ShardedLogits:
         """Return the tensor of which each process has such a part."""
         return _divided(part, self.logits.device_mesh, self.dim, self.logits.shape[self.dim])
 
-    def replicated(self, t: Tensor) -> DividedLogits:
+    def replicated(self, t: Tensor) -> ShardedLogits:
         """Return a tensor that is equal in all processes."""
         return replicated(t, self.logits.device_mesh)
 

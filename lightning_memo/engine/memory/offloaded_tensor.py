@@ -60,15 +60,15 @@ class _Source:
 
 
 def _of_plain(name: str) -> Any:
-    """Return a method of `Tensor` that runs on the real tensor of a `LazyTensor`."""
+    """Return a method of `Tensor` that runs on the real tensor of a `OffloadedTensor`."""
 
-    def method(self: LazyTensor, *args: Any, **kwargs: Any) -> Any:
+    def method(self: OffloadedTensor, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._as_plain(), name)(*args, **kwargs)
 
     return method
 
 
-class LazyTensor(Tensor):
+class OffloadedTensor(Tensor):
     """A tensor `[..., features]` whose rows are brought to the device when they are read.
 
     Args:
@@ -116,14 +116,14 @@ class LazyTensor(Tensor):
         arrival = self.fetch(part_rows(self.shape, dim, start, stop))
         return lambda: arrival().view(shape)
 
-    def mapped(self, function: RowFunction, dtype: torch.dtype) -> LazyTensor:
+    def mapped(self, function: RowFunction, dtype: torch.dtype) -> OffloadedTensor:
         """Return a lazy tensor of the same shape that is `function` of each row, without autograd history.
 
         There must be no real tensor, which could change before the rows are read.
         """
         assert not self.is_real
         rows = MappedRows(self._source.rows, function)
-        return LazyTensor(rows, self.shape, dtype, self.device, self.at_once, self.memory)
+        return OffloadedTensor(rows, self.shape, dtype, self.device, self.at_once, self.memory)
 
     def materialize(self) -> Tensor:
         """Return the real tensor, which is computed once. All aliases use it from then on."""
@@ -162,9 +162,9 @@ class LazyTensor(Tensor):
             )
         self._source = _Source(None, real(values.detach()))
 
-    def _alias(self) -> LazyTensor:
+    def _alias(self) -> OffloadedTensor:
         with self._own_mode():
-            return LazyTensor(self._source, self.shape, self.dtype, self.device, self.at_once, self.memory)
+            return OffloadedTensor(self._source, self.shape, self.dtype, self.device, self.at_once, self.memory)
 
     @contextlib.contextmanager
     def _own_mode(self) -> Iterator[None]:
@@ -183,7 +183,7 @@ class LazyTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
-        if isinstance(first, LazyTensor):
+        if isinstance(first, OffloadedTensor):
             if func in _ALIASES or (func is aten.view.default and _is_shape_of(first, args[1])):
                 return first._alias()
             given = {name for name, value in kwargs.items() if value is not None}
@@ -192,12 +192,12 @@ class LazyTensor(Tensor):
                 return first.mapped(lambda rows: rows.to(dtype), dtype)
             if torch.Tag.inplace_view in func.tags:
                 return first._reshape(func, args, kwargs)
-        lazy = {id(t.materialize()): t for t in tree_leaves((args, kwargs)) if isinstance(t, LazyTensor)}
-        args, kwargs = tree_map_only(LazyTensor, LazyTensor.materialize, (args, kwargs))
+        lazy = {id(t.materialize()): t for t in tree_leaves((args, kwargs)) if isinstance(t, OffloadedTensor)}
+        args, kwargs = tree_map_only(OffloadedTensor, OffloadedTensor.materialize, (args, kwargs))
         # Operations in place, and those that are given their output, return what they were given.
         return tree_map_only(Tensor, lambda t: lazy.get(id(t), t), func(*args, **kwargs))
 
-    def _reshape(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyTensor:
+    def _reshape(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OffloadedTensor:
         """Run an operation that changes the shape of its first argument in place, which changes no alias."""
         real = self.materialize().detach()
         func(real, *args[1:], **kwargs)
@@ -211,14 +211,14 @@ def _is_shape_of(t: Tensor, requested: Sequence[int]) -> bool:
     return len(requested) == t.dim() and all(size in (-1, own) for size, own in zip(requested, t.shape, strict=True))
 
 
-class Assembly:
+class TensorBuilder:
     """Assembles a tensor from parts: on the device, or in a host buffer if `memory` is given.
 
     Args:
         shape: Shape of the tensor.
         dtype: Data type of the tensor.
         device: Device of the parts.
-        at_once: See :class:`LazyTensor`.
+        at_once: See :class:`OffloadedTensor`.
         memory: Provides the host buffer.
     """
 
@@ -238,12 +238,12 @@ class Assembly:
             self._tensor = torch.empty(self._shape, dtype=dtype, device=device)
         else:
             self._host = HostRows(memory, self._missing, self._shape[-1], dtype)
-            self._tensor = LazyTensor(self._host, self._shape, dtype, device, at_once, memory)
+            self._tensor = OffloadedTensor(self._host, self._shape, dtype, device, at_once, memory)
 
     @classmethod
-    def like(cls, t: Tensor) -> Assembly:
+    def like(cls, t: Tensor) -> TensorBuilder:
         """Create an assembly for a tensor with the shape, dtype and location of `t`."""
-        if isinstance(t, LazyTensor):
+        if isinstance(t, OffloadedTensor):
             return cls(t.shape, t.dtype, t.device, t.at_once, t.memory)
         return cls(t.shape, t.dtype, t.device)
 
@@ -280,12 +280,12 @@ class Assembly:
 
 def read_parts(t: Tensor, dim: int, bounds: Iterable[tuple[int, int]]) -> Iterator[Tensor]:
     """Iterate over the parts `[start, stop)` of a dimension, without autograd history; each part is fetched ahead."""
-    if not isinstance(t, LazyTensor) or t.is_real:  # parts of which are views, so that writes into them count
+    if not isinstance(t, OffloadedTensor) or t.is_real:  # parts of which are views, so that writes into them count
         return (t.detach().narrow(dim, start, stop - start) for start, stop in bounds)
     return _ahead(lambda part: t.fetch_part(dim, *part), bounds)
 
 
-def read_rows(t: LazyTensor, at_once: int) -> Iterator[Tensor]:
+def read_rows(t: OffloadedTensor, at_once: int) -> Iterator[Tensor]:
     """Iterate over all rows in parts of at most `[at_once, features]`; each part is fetched ahead."""
     count = t.shape[:-1].numel()
     parts = [range(first, min(first + at_once, count)) for first in range(0, count, at_once)]
@@ -307,8 +307,8 @@ def _ahead(fetch: Callable[[Any], Arrival], parts: Iterable[Any]) -> Iterator[Te
 
 
 def part_of(t: Tensor, dim: int, start: int, stop: int) -> Tensor:
-    """Return the entries `[start, stop)` of a dimension, differentiably; of a `LazyTensor`, no others are brought."""
-    if not isinstance(t, LazyTensor) or t.is_real or dim == t.dim() - 1:
+    """Return the entries `[start, stop)` of a dimension, differentiably. An `OffloadedTensor` brings only these."""
+    if not isinstance(t, OffloadedTensor) or t.is_real or dim == t.dim() - 1:
         return t.narrow(dim, start, stop - start)
     part: Tensor = _Part.apply(t, dim, start, stop)
     return part
@@ -316,7 +316,7 @@ def part_of(t: Tensor, dim: int, start: int, stop: int) -> Tensor:
 
 class _Part(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, t: LazyTensor, dim: int, start: int, stop: int) -> Tensor:
+    def forward(ctx: Any, t: OffloadedTensor, dim: int, start: int, stop: int) -> Tensor:
         ctx.place = t.shape, dim, start
         return t.fetch_part(dim, start, stop)()
 
@@ -329,13 +329,13 @@ class _Part(torch.autograd.Function):
 
 
 def real(t: Tensor) -> Tensor:
-    """Return the real tensor of a `LazyTensor`, differentiably, and any other tensor as it is."""
-    return _Real.apply(t) if isinstance(t, LazyTensor) else t
+    """Return the real tensor of a `OffloadedTensor`, differentiably, and any other tensor as it is."""
+    return _Real.apply(t) if isinstance(t, OffloadedTensor) else t
 
 
 class _Real(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, t: LazyTensor) -> Tensor:
+    def forward(ctx: Any, t: OffloadedTensor) -> Tensor:
         tensor = t.materialize()
         return tensor.view_as(tensor)
 

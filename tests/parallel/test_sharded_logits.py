@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lightning_memo.parallel.tensor.divided_logits import DividedLogits, divided_logits
+from lightning_memo.parallel.tensor.sharded_logits import ShardedLogits, sharded_logits
 
 ROWS, TOKENS, VOCABULARY = 2, 6, 11  # parts of six and of five token ids
 
@@ -134,7 +134,7 @@ def _worst_errors() -> dict[str, float]:
     for name, loss in LOSSES.items():
         for amp in (False, True):
             value, gradient = _with_gradient(loss, whole, whole, amp)
-            got, got_gradient = _with_gradient(loss, divided_logits(part, mesh, VOCABULARY), part, amp)
+            got, got_gradient = _with_gradient(loss, sharded_logits(part, mesh, VOCABULARY), part, amp)
             assert got.dtype == value.dtype, name
             bound = gradient.abs().max()
             errors[f"{name} {amp}"] = max(
@@ -142,7 +142,7 @@ def _worst_errors() -> dict[str, float]:
                 float((got_gradient - gradient[..., first : first + 6]).abs().max() / bound),
             )
     for name, metric in METRICS.items():
-        assert metric(divided_logits(part, mesh, VOCABULARY)) == metric(whole), name
+        assert metric(sharded_logits(part, mesh, VOCABULARY)) == metric(whole), name
     return errors
 
 
@@ -155,11 +155,11 @@ def test_functions_of_logits() -> None:
 
 def _unknown_label() -> str:
     mesh = init_device_mesh("cpu", (2,))
-    z = divided_logits(torch.zeros(3, 6 - mesh.get_local_rank()), mesh, VOCABULARY)
+    z = sharded_logits(torch.zeros(3, 6 - mesh.get_local_rank()), mesh, VOCABULARY)
     with pytest.raises(RuntimeError, match="out of bounds"):
         F.cross_entropy(z, torch.tensor([0, VOCABULARY, 1]))
     return type(z * 2).__name__
 
 
 def test_a_label_outside_of_the_vocabulary_is_refused() -> None:
-    assert run_in_processes(2, _unknown_label) == [DividedLogits.__name__] * 2
+    assert run_in_processes(2, _unknown_label) == [ShardedLogits.__name__] * 2

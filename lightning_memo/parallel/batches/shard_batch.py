@@ -66,7 +66,7 @@ class BatchSharder:
         takes_loss_arguments: Whether the model's loss takes `shift_labels` and `num_items_in_batch`.
         why_loss_unfit: Why it does not, as a clause, if its loss function is the user's.
         bounds_of: Returns the engine's slice bounds on one shard from the batch rows and the tokens of a shard.
-        slices_outside: As `outside` of the layout.
+        global_slices: As `outside` of the layout.
         contiguous: As `contiguous` of the layout.
         documents_of: Returns the positions at which packed documents start in each row, from a batch and its rows.
         in_model: Whether the model divides its tokens itself; see Note: [Where tokens are divided].
@@ -82,7 +82,7 @@ class BatchSharder:
     takes_loss_arguments: bool = False
     why_loss_unfit: str = ""
     bounds_of: Callable[[int, int], tuple[int, ...]] = one_slice
-    slices_outside: bool = False
+    global_slices: bool = False
     contiguous: bool = False
     documents_of: Callable[[Batch, int], tuple[tuple[int, ...], ...] | None] = packed_documents
     in_model: bool = False
@@ -148,7 +148,7 @@ class BatchSharder:
             ulysses_rank=self.ulysses_rank,
             shards=self.shards,
             bounds=self.bounds_of(rows, padded // (self.ring * self.ulysses * self.shards)),
-            outside=self.slices_outside,
+            global_slices=self.global_slices,
             contiguous=self.contiguous,
             documents=self.documents_of(batch, rows),
             lengths=lengths,

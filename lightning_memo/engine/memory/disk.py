@@ -23,7 +23,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from lightning_memo.artifacts.slot_layouts import SpillLayout, whole_blocks
+from lightning_memo.artifacts.slot_layouts import DiskLayout, whole_blocks
 from lightning_memo.engine.copy_streams import (
     CopyEvent,
     CopyStream,
@@ -40,11 +40,11 @@ from lightning_memo.engine.timeline_recorder import NOBODY, Subject, TimelineRec
 from lightning_memo.utils.units import format_bytes
 
 
-class SpillError(OSError):
+class DiskError(OSError):
     """The disk refused space, or it failed."""
 
 
-class SpillFile:
+class DiskFile:
     """A file of exactly the planned size, whose space is reserved when it is opened.
 
     The file has no name. The kernel therefore frees its space when the process ends, even if it is killed, and no other
@@ -55,7 +55,7 @@ class SpillFile:
         size_bytes: Size of the file, a multiple of the block size.
 
     Raises:
-        SpillError: The disk does not have the space.
+        DiskError: The disk does not have the space.
         ValueError: The folder cannot be used.
     """
 
@@ -66,7 +66,7 @@ class SpillFile:
             _reserve(self._file.fileno(), size_bytes)
         except OSError as error:
             self.close()
-            raise SpillError(_refusal(folder, size_bytes, error)) from error
+            raise DiskError(_refusal(folder, size_bytes, error)) from error
         self.direct = _use_direct_io(self._file.fileno())
         self.space = FreeSpace(size_bytes)
 
@@ -78,7 +78,7 @@ class SpillFile:
             offset_bytes: Offset in the file, a multiple of the block size.
 
         Raises:
-            SpillError: The disk failed.
+            DiskError: The disk failed.
         """
         self._move(os.pwritev, "writing to", memory, offset_bytes)
 
@@ -86,7 +86,7 @@ class SpillFile:
         """Read bytes that were written, with arguments as in :meth:`write`.
 
         Raises:
-            SpillError: The disk failed.
+            DiskError: The disk failed.
         """
         self._move(os.preadv, "reading from", memory, offset_bytes)
 
@@ -101,10 +101,10 @@ class SpillFile:
         except OSError as error:
             raise self._failure(doing, error) from error
 
-    def _failure(self, doing: str, error: OSError) -> SpillError:
-        return SpillError(
+    def _failure(self, doing: str, error: OSError) -> DiskError:
+        return DiskError(
             f"{doing} the spill file in {self.folder} failed: {error.strerror}; the step is lost: check the disk, or "
-            "train without spill_path"
+            "train without disk_path"
         )
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ def open_unnamed(folder: Path) -> IO[bytes]:
         return tempfile.TemporaryFile(dir=folder, prefix="lightning_memo_", buffering=0)
     except OSError as error:
         raise ValueError(
-            f'spill_path="{folder}": no file can be created there ({error.strerror}): give a folder on a local disk '
+            f'disk_path="{folder}": no file can be created there ({error.strerror}): give a folder on a local disk '
             "that this process may write to"
         ) from None
 
@@ -160,11 +160,11 @@ def _refusal(folder: Path, size_bytes: int, error: OSError) -> str:
     if error.errno == errno.EFBIG:
         return (
             f"spilling needs a file of {format_bytes(size_bytes)} ({size_bytes} bytes) in {folder}, and files of this "
-            "process may not be that large: raise the limit (ulimit -f), lower spill_memory, or raise host_memory"
+            "process may not be that large: raise the limit (ulimit -f), lower disk_memory, or raise host_memory"
         )
     return (
         f"spilling needs {format_bytes(size_bytes)} ({size_bytes} bytes) in {folder}, which has {format_bytes(free)} "
-        f"free ({error.strerror}): free space, lower spill_memory, raise host_memory, or give a folder on another disk"
+        f"free ({error.strerror}): free space, lower disk_memory, raise host_memory, or give a folder on another disk"
     )
 
 
@@ -172,7 +172,7 @@ _DISK_THREADS = 2  # per direction, so that the disk already has the next reques
 
 
 @dataclass(slots=True)
-class SpillWrite:
+class DiskWrite:
     """A write from the device to the file.
 
     Attributes:
@@ -187,7 +187,7 @@ class SpillWrite:
         """Block until the bytes are in the file.
 
         Raises:
-            SpillError: The disk failed.
+            DiskError: The disk failed.
         """
         self.left.synchronize()
         for request in self.requests:
@@ -218,7 +218,7 @@ class _Direction:
     def __init__(
         self,
         name: str,
-        file: SpillFile,
+        file: DiskFile,
         stream: CopyStream,
         buffers: Sequence[Tensor],
         device: torch.device,
@@ -262,13 +262,13 @@ class _Direction:
 class _Writer(_Direction):
     """Copies from the device to the file."""
 
-    def write(self, source: Tensor, offset_bytes: int, subject: Subject) -> SpillWrite:
-        result = SpillWrite(self._stream.later())
+    def write(self, source: Tensor, offset_bytes: int, subject: Subject) -> DiskWrite:
+        result = DiskWrite(self._stream.later())
         self._coordinator.submit(self._send, source, offset_bytes, self._stream.computed(), subject, result)
         return result
 
     def _send(
-        self, source: Tensor, offset_bytes: int, computed: CopyEvent | None, subject: Subject, result: SpillWrite
+        self, source: Tensor, offset_bytes: int, computed: CopyEvent | None, subject: Subject, result: DiskWrite
     ) -> None:
         try:
             for chunk, offset, bounce in self._turns(source, offset_bytes):
@@ -291,7 +291,7 @@ class _Writer(_Direction):
 class _Reader(_Direction):
     """Copies from the file to the device."""
 
-    def read(self, destination: Tensor, offset_bytes: int, write: SpillWrite | None, subject: Subject) -> CopyEvent:
+    def read(self, destination: Tensor, offset_bytes: int, write: DiskWrite | None, subject: Subject) -> CopyEvent:
         arrival, computed = self._stream.later(), self._stream.computed()
         self._coordinator.submit(self._receive, destination, offset_bytes, write, computed, subject, arrival)
         return arrival
@@ -300,7 +300,7 @@ class _Reader(_Direction):
         self,
         destination: Tensor,
         offset_bytes: int,
-        write: SpillWrite | None,
+        write: DiskWrite | None,
         computed: CopyEvent | None,
         subject: Subject,
         arrival: LaterEvent,
@@ -334,7 +334,7 @@ class _Reader(_Direction):
         self._file.read(blocks, offset_bytes)
 
 
-class Spill:
+class DiskStore:
     """The spill file and the copies to and from it.
 
     Args:
@@ -346,7 +346,7 @@ class Spill:
         recorder: Records copies between the device and the bounce buffers, and the computation's waits for them.
 
     Raises:
-        SpillError: The disk does not have the space.
+        DiskError: The disk does not have the space.
         ValueError: The folder cannot be used.
         MemoryError: The host refuses the page lock.
     """
@@ -355,17 +355,17 @@ class Spill:
         self,
         folder: Path,
         size_bytes: int,
-        sizes: SpillLayout,
+        sizes: DiskLayout,
         device: torch.device,
         test_mode: TestMode | None = None,
         recorder: TimelineRecorder | None = None,
     ) -> None:
         self.sizes = sizes
-        self.file = SpillFile(folder, size_bytes)
+        self.file = DiskFile(folder, size_bytes)
         if not self.file.direct:
             warnings.warn(
                 f"{folder} is on a file system without direct I/O: spilled bytes go through the page cache, which "
-                "costs host memory and time. Set spill_path to a folder on a local disk",
+                "costs host memory and time. Set disk_path to a folder on a local disk",
                 stacklevel=2,
             )
         memory, self._lock = host_memory(sizes.bounce_bytes, pinned=device.type == "cuda")
@@ -384,7 +384,7 @@ class Spill:
         """Free a range that `take` returned."""
         self.file.space.give_back(taken)
 
-    def write(self, source: Tensor, offset_bytes: int, subject: Subject = NOBODY) -> SpillWrite:
+    def write(self, source: Tensor, offset_bytes: int, subject: Subject = NOBODY) -> DiskWrite:
         """Start copying bytes from the device to the file.
 
         Args:
@@ -395,7 +395,7 @@ class Spill:
         return self._writer.write(source, offset_bytes, subject)
 
     def read(
-        self, destination: Tensor, offset_bytes: int, write: SpillWrite | None, subject: Subject = NOBODY
+        self, destination: Tensor, offset_bytes: int, write: DiskWrite | None, subject: Subject = NOBODY
     ) -> CopyEvent:
         """Start copying bytes from the file to the device.
 

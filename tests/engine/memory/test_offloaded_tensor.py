@@ -20,7 +20,7 @@ from support.harness import DELAYS
 from torch import Tensor
 from torch.utils.dlpack import to_dlpack
 
-from lightning_memo.engine.memory.lazy_tensor import Assembly, LazyTensor, part_of, read_parts, read_rows
+from lightning_memo.engine.memory.offloaded_tensor import OffloadedTensor, TensorBuilder, part_of, read_parts, read_rows
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 
 
@@ -31,13 +31,13 @@ def memory() -> Iterator[SlotMemory]:
     memory.close()
 
 
-def on_host(whole: Tensor, memory: SlotMemory, dim: int = 1, at_once: int = 4) -> LazyTensor:
+def on_host(whole: Tensor, memory: SlotMemory, dim: int = 1, at_once: int = 4) -> OffloadedTensor:
     """`whole`, written to the host in slices that differ in length, the last one first."""
-    assembly = Assembly(whole.shape, whole.dtype, DEVICE, at_once, memory)
+    assembly = TensorBuilder(whole.shape, whole.dtype, DEVICE, at_once, memory)
     for start, stop in ((5, whole.shape[dim]), (2, 5), (0, 2)):
         assembly.write(dim, start, whole.narrow(dim, start, stop - start))
     t = assembly.take()
-    assert isinstance(t, LazyTensor)
+    assert isinstance(t, OffloadedTensor)
     return t
 
 
@@ -58,9 +58,9 @@ def test_aliases_and_casts_stay_on_the_host(memory: SlotMemory) -> None:
     whole = torch.randn(2, 7, 3)
     t = on_host(whole, memory)
     for same in (t.detach(), t[:, :, :], t.view(2, 7, 3), t.view_as(t), t.contiguous()):
-        assert isinstance(same, LazyTensor) and torch.equal(part_of(same, 1, 1, 3), whole[:, 1:3])
+        assert isinstance(same, OffloadedTensor) and torch.equal(part_of(same, 1, 1, 3), whole[:, 1:3])
     half = t.to(torch.bfloat16)
-    assert isinstance(half, LazyTensor) and half.dtype == torch.bfloat16
+    assert isinstance(half, OffloadedTensor) and half.dtype == torch.bfloat16
     assert torch.equal(next(read_rows(half, 14)), whole.bfloat16().view(-1, 3))
 
 
@@ -213,7 +213,7 @@ def test_data_of_another_shape_is_refused(memory: SlotMemory) -> None:
 
 
 def test_a_part_that_was_never_written_is_an_error(memory: SlotMemory) -> None:
-    assembly = Assembly((1, 4, 2), torch.float32, DEVICE, 4, memory)
+    assembly = TensorBuilder((1, 4, 2), torch.float32, DEVICE, 4, memory)
     assembly.write(1, 0, torch.zeros(1, 3, 2))
     with pytest.raises(RuntimeError, match="1 rows of a tensor"):
         assembly.take()
