@@ -18,7 +18,7 @@ from support.samples.spilled import SWAPPED_CALLS, Counted, build
 
 from lightning_memo.artifacts import slot_layouts as disk_layout
 from lightning_memo.artifacts.slot_layouts import BLOCK_BYTES
-from lightning_memo.engine.memory.spill import DiskError
+from lightning_memo.engine.memory.disk import DiskError
 from lightning_memo.engine.memory.slot_memory import Slot, SlotMemory
 
 BATCH = make_batch(2, 48)
@@ -75,7 +75,7 @@ def test_host_memory_is_that_of_the_plan(tmp_path: Path) -> None:
             under_test.step(BATCH)
             engine = under_test.engine
             assert engine.memory is not None and engine.swap is not None
-            bounce = 0 if engine.memory.spill is None else engine.memory.spill.sizes.bounce_bytes
+            bounce = 0 if engine.memory.disk is None else engine.memory.spill.sizes.bounce_bytes
             assert engine.memory.stats.peak_host_bytes == engine.swap.host_bytes == engine.host_bytes
             assert engine.host_bytes == (SWAPPED_CALLS - spilled) * max(predicted) + bounce
 
