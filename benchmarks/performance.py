@@ -19,8 +19,7 @@ from cells.cell import Cell, Result, load_all
 from pages import cpu_page, gradients_page, kernels_page, simulated_page
 from pages.cells_table import cells_table
 from pages.comparison import Group, groups_of, speedups
-from pages.gpu_page import NOT_MEASURED, SPEEDUPS, device_section, speedup_cells
-from pages.markdown import table
+from pages.gpu_page import NOT_MEASURED, device_section, speedup_table
 from pages.simulated_page import Rehearsed
 
 from lightning_memo.utils.files import replacing
@@ -149,10 +148,10 @@ def with_section(readme: str, devices: dict[str, list[Result]], rehearsed: Rehea
 
 def _summary(device: str, results: Sequence[Result]) -> str:
     """Returns the comparison of Memo's own choice with other methods on a device."""
-    rows = [[_name(group.cell), *speedup_cells(speedup)] for group in groups_of(results) for speedup in speedups(group)]
+    found = [(_name(group.cell), speedup) for group in groups_of(results) for speedup in speedups(group)]
     told = "Memo and another method have not both been measured at one length yet."
-    if rows:
-        told = table(["model", *SPEEDUPS], rows)
+    if found:
+        told = speedup_table(found)
     title = f"**On one {device}**: speedup of `MemoStrategy()` ([docs/performance.md](docs/performance.md))"
     return f"{title}\n\n{told}"
 

@@ -84,34 +84,38 @@ def _speed(result: Result) -> str:
     return told if is_settled(result) else f"{told}, not settled"
 
 
-SPEEDUPS = (
-    "length",
-    "settings",
-    "over the fastest other method",
-    "fastest alternative",
-    "over checkpointing",
-    "bound / step time",
-)
-"""Header of a table of `speedup_cells`."""
+def speedup_table(found: Sequence[tuple[str, Speedup]]) -> str:
+    """Returns a table of speedups with the models that they are of. A column without values is left out.
 
-
-def speedup_cells(speedup: Speedup) -> list[str]:
-    """Returns a row of the table of speedups."""
-    over = [number(value, "{:.3f}") for value in (speedup.over_best, speedup.over_recomputation, speedup.bound)]
-    return [tokens(speedup.tokens), METHODS[speedup.method].label, over[0], METHODS[speedup.best].label, *over[1:]]
+    Args:
+        found: Name of the model, which may be empty, and its speedup.
+    """
+    columns = {
+        "model": [name for name, _ in found],
+        "length": [tokens(speedup.tokens) for _, speedup in found],
+        "settings": [METHODS[speedup.method].label for _, speedup in found],
+        "over the fastest other method": [number(speedup.over_best, "{:.3f}") for _, speedup in found],
+        "fastest alternative": [METHODS[speedup.best].label for _, speedup in found],
+        "over checkpointing": [number(speedup.over_recomputation, "{:.3f}") for _, speedup in found],
+        "bound / step time": [number(speedup.bound, "{:.3f}") for _, speedup in found],
+    }
+    columns = {head: cells for head, cells in columns.items() if set(cells) - {"", "-"}}
+    return table(list(columns), list(zip(*columns.values(), strict=True)))
 
 
 def _ratios(group: Group) -> str:
     """Compares the default settings with the best other method, full recomputation and the bound."""
-    rows = [speedup_cells(speedup) for speedup in speedups(group)]
-    if not rows:
+    found = speedups(group)
+    if not found:
         return ""
-    first, second = BOUND_LAYERS
-    told = (
-        "The settings are the default, or the fastest ones where no settled cell has the default. The bound is a step "
-        f"without\nrecomputation and waiting, extrapolated from plain training of {first} and {second} layers."
-    )
-    return "\n\n".join(["**Speedup of Memo**", table(SPEEDUPS, rows), told])
+    told = "The settings are the default, or the fastest ones where no settled cell has the default."
+    if any(speedup.bound is not None for speedup in found):
+        first, second = BOUND_LAYERS
+        told += (
+            " The bound is a step without\nrecomputation and waiting, extrapolated from plain training of "
+            f"{first} and {second} layers."
+        )
+    return "\n\n".join(["**Speedup of Memo**", speedup_table([("", speedup) for speedup in found]), told])
 
 
 def _alphas(group: Group) -> str:

@@ -129,7 +129,7 @@ def test_cells_that_had_not_settled_are_shown_and_compared_with_nothing(monkeypa
         result("memo_alpha_0", 65536, 10.0),
     )
     page, _ = pages(monkeypatch, project)
-    assert rows(page, "**Speedup of Memo**") == {"64K": ["Memo, alpha 0", "1.200", "checkpointing", "1.200", "-"]}
+    assert rows(page, "**Speedup of Memo**") == {"64K": ["Memo, alpha 0", "1.200", "checkpointing", "1.200"]}
     assert rows(page, "**Tokens per second")["Memo auto"] == ["8,192 (50.0%), not settled"]
     found = cells(project)
     for method, settled in {"Memo auto": "no", "Memo auto, memory unplanned": "no", "Memo, alpha 0": "yes"}.items():
