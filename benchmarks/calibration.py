@@ -23,11 +23,10 @@ from rich.table import Table
 
 from lightning_memo.artifacts.costs import LayerCosts
 from lightning_memo.cli.calibration_runs import fastest_run
-from lightning_memo.estimate.calibrate import LayerMeasurement, fit
+from lightning_memo.estimate.calibrate import LayerMeasurement, fit, steady
 from lightning_memo.estimate.cluster import constants_of, load_cluster, load_model, load_preset
 from lightning_memo.estimate.planner_inputs import estimated_layer_costs
 from lightning_memo.estimate.request import EstimateRequest, Parallelism
-from lightning_memo.planner.step_time import steady
 from lightning_memo.utils.files import replacing
 
 _RESULTS = Path(__file__).parent / "results"

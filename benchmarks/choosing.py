@@ -69,9 +69,9 @@ _TRAINED: Final = {
 }  # fmt: skip
 _SLICES: Final = {
     "no slices": (),
-    "`host_backed=attention`": ("slice_tokens=32K", "host_backed=attention"),
-    "`host_backed=all`": ("slice_tokens=32K", "host_backed=all"),
-    "`schedule=slice`": ("slice_tokens=32K", "schedule=slice"),
+    "`stream_from_host=attention`": ("slice_tokens=32K", "stream_from_host=attention"),
+    "`stream_from_host=hidden`": ("slice_tokens=32K", "stream_from_host=hidden"),
+    "`stream_from_host=model`": ("slice_tokens=32K", "stream_from_host=model"),
 }
 
 
@@ -112,7 +112,7 @@ def sliced() -> str:
         for name, model in _TRAINED.items()
     ]
     command = " ".join(
-        ("python -m lightning_memo.estimate", *_TRAINED["1B"], *_ONE_H100, *_SLICES["`host_backed=all`"])
+        ("python -m lightning_memo.estimate", *_TRAINED["1B"], *_ONE_H100, *_SLICES["`stream_from_host=hidden`"])
     )
     made = table(["", *_SLICES], rows)
     title = "**Seconds of a step, and memory of the device: 1M tokens on one H100, slices of 32K**"

@@ -95,10 +95,10 @@ def _runs(
         "alpha 1/2": memo(alpha=0.5),
         "alpha 1": memo(alpha=1.0),
         "alpha 1/2, in memory planned": memo(alpha=0.5, plan_memory=True),
-        "by kinds": memo(storage="kinds", device_memory=options.device_memory),
-        "slices, keys on the host": memo(alpha=0.5, host_backed="attention", **sliced),
-        "slices, all on the host": memo(alpha=0.5, host_backed="all", **sliced),
-        "slice by slice": memo(alpha=0.5, schedule="slice", **sliced),
+        "by kinds": memo(device_memory=options.device_memory),
+        "slices, keys on the host": memo(alpha=0.5, stream_from_host="attention", **sliced),
+        "slices, all on the host": memo(alpha=0.5, stream_from_host="hidden", **sliced),
+        "slice by slice": memo(alpha=0.5, stream_from_host="model", **sliced),
     }
     if unknown := set(options.runs or ()) - runs.keys():
         raise ValueError(f"--runs {', '.join(sorted(unknown))}: there is no such run; give some of {'; '.join(runs)}")

@@ -4,8 +4,8 @@
     python benchmarks/growth.py --layers 2 --kv-heads 2 --lengths 8192 65536
     python benchmarks/growth.py --quick
 
-A Llama with random weights trains on one sequence with slices of fixed length, `host_backed="all"` and the loss in
-chunks. It runs on a CPU, where "device" and "host" are both main memory and are distinguished by who allocates. A peak
+A Llama with random weights trains on one sequence with slices of fixed length, most tensors on the host and the loss
+in chunks. It runs on a CPU, where "device" and "host" are main memory and are distinguished by who allocates. A peak
 is the highest level of a step without weights and gradients: the memory that the step allocates on the device, and the
 buffers of the plan. It does not include the batch, 8 bytes for each token and each label. The results are printed and
 written to a JSON file.
@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from lightning_memo.artifacts.plan import SwapPlan
+from lightning_memo.artifacts.plan import StreamFromHost, SwapPlan
 from lightning_memo.engine import Engine, RequestedSettings
 from lightning_memo.engine.bootstrap_plan import host_backed_bytes
 from lightning_memo.loss.attach_loss import attach_chunked_loss
@@ -50,9 +50,9 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     known = circumstances(("torch", "transformers", "lightning_memo"))  # missing packages are reported now
     rows = []
-    for schedule in options.schedules:
+    for stream in options.stream_from_host:
         for tokens in options.lengths:
-            rows.append({"schedule": schedule, "tokens": tokens, **_measure(options, schedule, tokens)})
+            rows.append({"stream_from_host": stream, "tokens": tokens, **_measure(options, stream, tokens)})
     names = (
         "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "slice_tokens", "block_tokens", "alpha", "threads",
     )  # fmt: skip
@@ -76,7 +76,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, help="key-value heads (default: as many as heads)")
     parser.add_argument("--ffn", type=int, help="MLP width (default: 43/16 of hidden, as in Llama 7B)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768, 65536])
-    parser.add_argument("--schedules", choices=("layer", "slice"), nargs="+", default=["layer", "slice"])
+    levels = ("hidden", "model")
+    parser.add_argument("--stream-from-host", choices=levels, nargs="+", default=levels)
     parser.add_argument("--alpha", type=float, default=0.0, help="share of the tokens whose activations are swapped")
     parser.add_argument("--threads", type=int, default=1, help="number of compute threads")
     parser.add_argument("--quick", action="store_true", help="sizes that take seconds; other options override them")
@@ -90,19 +91,19 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _measure(options: argparse.Namespace, schedule: str, tokens: int) -> dict[str, Any]:
+def _measure(options: argparse.Namespace, stream: StreamFromHost, tokens: int) -> dict[str, Any]:
     """Returns peak and host bytes of a step, and its duration while memory was measured."""
     model, longest = _model(options), options.slice_tokens
     ids = torch.randint(0, options.vocab, (1, tokens))
     batch = {"input_ids": ids, "labels": ids}
     attach_chunked_loss(model, longest)
-    settings = RequestedSettings(schedule=schedule, slice_tokens=longest, host_backed="all")
+    settings = RequestedSettings(slice_tokens=longest, stream_from_host=stream)
     engine = Engine(model, find_stacks(model)[0].layers, CPU, settings)
     engine.attention.block_tokens = options.block_tokens
     engine.attach()
     # Two slices show what a layer saves; values that depend on the number of slices are computed.
     model(**{name: t[:, : 2 * longest] for name, t in batch.items()}).loss.backward()
-    swap = _plan(engine, options, tokens)
+    swap = _plan(engine, options, stream, tokens)
     engine.load(swap, tokens)
     model.zero_grad(set_to_none=False)
     started = time.perf_counter()
@@ -130,20 +131,20 @@ def _model(options: argparse.Namespace) -> nn.Module:
     return model
 
 
-def _plan(engine: Engine, options: argparse.Namespace, tokens: int) -> SwapPlan:
+def _plan(engine: Engine, options: argparse.Namespace, stream: StreamFromHost, tokens: int) -> SwapPlan:
     profile = engine.profile
     assert profile is not None
     storage = plan_of_alpha(tokens, options.alpha, options.layers, slice_tokens=options.slice_tokens)
-    sizes = host_backed_bytes(engine, profile.saved_by_calls, engine.cutter.slices(storage, tokens), "all")
-    return SwapPlan(storage=storage, memory=sizes.memory, schedule=engine.layer_classes.schedule, host_backed="all")
+    sizes = host_backed_bytes(engine, profile.saved_by_calls, engine.cutter.slices(storage, tokens), stream)
+    return SwapPlan(storage=storage, memory=sizes.memory, stream_from_host=stream)
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    table = Table("schedule", "tokens", "step memory", "of the shortest", "host peak", "overflow", "seconds")
+    table = Table("stream_from_host", "tokens", "step memory", "of the shortest", "host peak", "overflow", "seconds")
     for row in rows:
-        first = next(r for r in rows if r["schedule"] == row["schedule"])
+        first = next(r for r in rows if r["stream_from_host"] == row["stream_from_host"])
         table.add_row(
-            row["schedule"],
+            row["stream_from_host"],
             f"{row['tokens']:,}",
             format_bytes(row["peak_bytes"]),
             f"{row['peak_bytes'] / first['peak_bytes']:.4f}",

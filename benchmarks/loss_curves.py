@@ -3,7 +3,7 @@
 Training is chaotic: rounding alone changes the loss after 200 steps by up to a percent. So each setting is trained with
 several seeds, and what is compared is the mean difference between runs of one seed, with its standard error.
 
-Used by `quantised_training.py` and `compressed_activations.py`.
+Used by `quantised_training.py`.
 """
 
 from __future__ import annotations

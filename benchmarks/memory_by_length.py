@@ -45,10 +45,10 @@ _METHODS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "gradient checkpointing": None,
     f"MemoStrategy(alpha={_ALPHA})": _MEMO,
-    f'MemoStrategy(alpha={_ALPHA}, slice_tokens={_SLICE_TOKENS}, host_backed="all")': {
+    f'MemoStrategy(alpha={_ALPHA}, slice_tokens={_SLICE_TOKENS}, stream_from_host="hidden")': {
         **_MEMO,
         "slice_tokens": _SLICE_TOKENS,
-        "host_backed": "all",
+        "stream_from_host": "hidden",
     },
 }
 

@@ -163,7 +163,7 @@ class Workload:
             assert memory is not None
             _touch(memory)
             yield lambda: Usage(
-                self._engine.host_bytes, memory.stats.offloaded_bytes, swap.buffer_bytes, memory.stats.overflow_bytes
+                self._engine.host_bytes, memory.offloaded_bytes, swap.buffer_bytes, memory.stats.overflow_bytes
             )
         finally:
             self._engine.detach()
@@ -182,18 +182,18 @@ class Workload:
 
     def _swap_plan(self, method: Method) -> SwapPlan:
         assert method.alpha is not None
-        profile, schedule = self._profile, self._engine.layer_classes.schedule
+        profile, joint = self._profile, self._engine.layer_classes.joint_attention
         calls = profile.saved_by_calls
         storage = plan_of_alpha(profile.tokens, method.alpha, len(calls), slice_tokens=method.slice_tokens)
-        memory = memory_of_plan(storage, calls, len(calls) - 2, schedule=schedule)
-        return SwapPlan(storage=storage, memory=memory, schedule=schedule)
+        memory = memory_of_plan(storage, calls, len(calls) - 2, joint_attention=joint)
+        return SwapPlan(storage=storage, memory=memory, joint_attention=joint)
 
 
 def _touch(memory: SlotMemory) -> None:
     """Writes to all of a plan's memory once, so that no timed step has page faults."""
-    host = memory.arena.acquire(memory.host_bytes)
+    host = memory.host.arena.acquire(memory.host_bytes)
     assert host is not None
-    memory.arena.release(host.zero_())
+    memory.host.arena.release(host.zero_())
     for call in range(2):
         slot = memory.lease(call, swap=False)
         slot.buffer.zero_()

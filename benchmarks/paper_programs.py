@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from typing import Final, Literal
 
 from lightning_memo.artifacts.costs import Budget, LayerCosts
-from lightning_memo.artifacts.plan import Fingerprint, Plan, PlanMemory, SwapPlan
+from lightning_memo.artifacts.plan import Fingerprint, Plan
 from lightning_memo.estimate import Cluster, Constants, ModelShape, Parallelism
 from lightning_memo.estimate.device_bytes import (
     CHUNKED_LOGIT_BYTES,
@@ -26,9 +26,8 @@ from lightning_memo.estimate.device_bytes import (
 from lightning_memo.estimate.saved_tensors import BF16, FP32, ElementBytes
 from lightning_memo.estimate.step_buffers import CHUNK_BYTES
 from lightning_memo.estimate.step_times import BACKWARD_OF_ATTENTION, LayerTimes, ring_bandwidth
-from lightning_memo.planner import HostMemoryError, plan_swap, solve_alpha
-from lightning_memo.planner.step_time import step_seconds
-from lightning_memo.planner.token_slices import memory_of_slots, plan_of_alpha
+from lightning_memo.planner import HostMemoryError, Restrictions, make_plan
+from lightning_memo.planner.token_slices import memory_of_slots
 
 Method = Literal["memo", "full_swap", "full_recompute", "megatron", "plain", "deepspeed_ulysses", "fpdt"]
 """MEMO; MEMO that swaps or recomputes everything; Megatron-LM with and without recomputation; and two peers."""
@@ -199,7 +198,28 @@ class PaperRun:
     def solved_alpha(self, parallel: Parallelism) -> float:
         """Return the alpha of MEMO's linear program, without the rule of its paper's runs."""
         step = _Step(self, parallel)
-        return solve_alpha(step.costs, step.room).alpha
+        return program_alpha(step.costs, step.room)
+
+
+def program_alpha(costs: LayerCosts, room: Budget) -> float:
+    """Solve the linear program of MEMO, section 4.2: the largest alpha whose copies hide and which fits the host.
+
+    For each swapped layer, `(S_input + S_attn + alpha * S_others) / B <= T_layer`; over all swapped layers,
+    `sum(S_input + S_attn + alpha * S_others) <= M_host`. With alpha as the only variable, the optimum is the smallest
+    of the upper bounds. It is 0 if not even its copies hide.
+
+    Raises:
+        HostMemoryError: The host cannot hold the layer inputs and attention outputs.
+    """
+    swapped = range(costs.swapped_calls)
+    least = [costs.swapped_bytes(call, 0.0) for call in swapped]
+    if sum(least) > room.host_bytes:
+        raise HostMemoryError(0.0, sum(least), room)
+    bandwidth = min(costs.offload_bytes_per_second, costs.prefetch_bytes_per_second)
+    spare = [costs.forward_seconds[call] * bandwidth - least[call] for call in swapped]
+    others = sum(costs.other_bytes[call] for call in swapped)
+    hidden = (free / costs.other_bytes[call] for call, free in zip(swapped, spare, strict=True))
+    return max(min(1.0, *hidden, (room.host_bytes - sum(least)) / others), 0.0)
 
 
 def fastest(answers: list[PaperEstimate]) -> list[PaperEstimate]:
@@ -487,20 +507,12 @@ class _Step:
 
     def _without_copies(self, device_bytes: dict[str, int], host_bytes: int, reorganised: float = 0.0) -> _Layers:
         costs, shape, tokens = self.costs, self.run.shape, self.run.seq_len
-        nothing, recomputes = (0,) * costs.calls, self.run.recomputes_all
-        again = self.times.forward if recomputes else 0.0
-        computing = replace(
-            costs,
-            input_bytes=nothing,
-            attention_bytes=nothing,
-            other_bytes=nothing,
-            recompute_seconds=(again,) * costs.calls,
-        )
-        recomputed = plan_of_alpha(costs.tokens, 0.0, costs.calls)
-        alone = SwapPlan(storage=recomputed, memory=PlanMemory(), schedule="layer")
+        recomputes = self.run.recomputes_all
+        again = costs.calls * self.times.forward if recomputes else 0.0
+        seconds = costs.outside_seconds + sum(costs.forward_seconds) + sum(costs.backward_seconds) + again
         flops = shape.layers * (2.0 * tokens * shape.multiplied_in_a_layer + shape.attention_flops(tokens))
         return _Layers(
-            seconds=step_seconds(computing, alone) + reorganised,
+            seconds=seconds + reorganised,
             recomputed_flops=flops if recomputes else 0.0,
             device_bytes=device_bytes,
             host_bytes=host_bytes,
@@ -511,7 +523,7 @@ class _Step:
         """MEMO, whose authors lowered the linear program's alpha, not the device's share of it."""
         wanted = 1.0 if self.run.method == "full_swap" else self.run.alpha
         try:
-            plan = self._plan("auto" if wanted is None else wanted)
+            plan = self._plan(program_alpha(self.costs, self.room) if wanted is None else wanted)
         except HostMemoryError:
             return self._too_much_for_host(wanted or 0.0)
         if wanted is None:
@@ -532,10 +544,10 @@ class _Step:
             host_bytes=swap.host_bytes,
         )
 
-    def _plan(self, alpha: float | str) -> Plan:
+    def _plan(self, alpha: float) -> Plan:
         """The plan with an alpha (MEMO, section 4.2), whatever the device memory. The runs always swapped."""
         costs = self.costs
-        return plan_swap(
+        return make_plan(
             costs,
             replace(self.room, device_bytes=_NO_LIMIT),
             Fingerprint(
@@ -547,15 +559,12 @@ class _Step:
                 torch="",
                 parallel=str(self.parallel),
             ),
-            alpha=alpha,
-            schedule="layer",
-            slice_tokens=None,
-            memory_of=partial(
+            Restrictions(alpha=alpha),
+            partial(
                 memory_of_slots,
                 slot_bytes=lambda fraction: costs.swapped_bytes(0, fraction),
                 leaving=costs.swapped_calls,
             ),
-            may_be_plain=False,
         )
 
     def _hides_all_copies(self) -> bool:

@@ -43,7 +43,7 @@ def main() -> None:
         recorder = ScheduleRecorder(step=_STEPS - 1, folder=folder)
         trainer = Trainer(
             accelerator="gpu", devices=1, precision="bf16-true", max_steps=_STEPS, logger=False, callbacks=[recorder],
-            strategy=MemoStrategy(storage="alpha", device_memory="40GiB"), enable_checkpointing=False,
+            strategy=MemoStrategy(alpha=0.5, device_memory="40GiB"), enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
         )  # fmt: skip
         trainer.fit(module, DataLoader([{"input_ids": ids, "labels": ids}] * _STEPS, batch_size=None))

@@ -14,19 +14,15 @@ from typing import Any, Final, TypeVar
 from lightning_memo.utils.units import parse_bytes
 
 ATTENTIONS: Final = ("auto", "sdpa", "cudnn", "flash_attn", "flash_attn_3", "flash_attn_4", "transformer_engine")
-SCHEDULES: Final = ("auto", "layer", "nest", "slice")
-STORAGES: Final = ("auto", "alpha", "kinds")
 PRECISIONS: Final = ("32-true", "64-true", "bf16-true", "bf16-mixed")
-HOST_BACKED: Final = ("auto", "none", "attention", "all")
-SWAP_PRECISIONS: Final = ("exact", "fp8")
+STREAMS: Final = ("auto", "none", "attention", "hidden", "model")
 ZERO_COMMUNICATION: Final = ("none", "int8", "int4")
 PIPELINE_SCHEDULES: Final = ("1f1b", "zero_bubble")
 # The values with which plans may name a place for each kind of tensor.
 _NEEDED_BY_KINDS: Final[dict[str, tuple[Any, ...]]] = {
     "alpha": ("auto",),
     "slice_tokens": ("auto",),
-    "host_backed": ("auto", "none"),
-    "schedule": ("auto", "layer", "nest"),
+    "stream_from_host": ("auto", "none"),
 }
 
 # The values of settings beside which TransformerEngine's modules compute in FP8; last what others of them need.
@@ -35,17 +31,15 @@ _ALLOWED_IN_FP8: Final[dict[str, tuple[Any, ...]]] = {
     "tensor_parallel_size": (1,),
     "expert_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
-    "storage": ("auto", "alpha"),
-    "schedule": ("auto", "layer", "nest"),
-    "host_backed": ("auto", "none"),
+    "stream_from_host": ("auto", "none"),
     "slice_tokens": ("auto",),
 }
 
 # The settings that do nothing without repeated layers, or divide these.
 _FOR_LAYERS: Final = (
     "context_parallel_size", "tensor_parallel_size", "expert_parallel_size", "pipeline_parallel_size",
-    "alpha", "device_memory", "host_memory", "disk_path", "slice_tokens", "host_backed", "storage", "swap_precision",
-    "layers", "attention", "schedule", "plan",
+    "alpha", "device_memory", "host_memory", "disk_path", "slice_tokens", "stream_from_host",
+    "layers", "attention", "plan",
 )  # fmt: skip
 
 # The settings of pipelines, and their defaults.
@@ -55,8 +49,7 @@ _PIPELINED = {"virtual_pipeline_size": 1, "pipeline_schedule": "1f1b", "pipeline
 _ALLOWED_IN_PIPELINES: Final[dict[str, tuple[Any, ...]]] = {
     "offload_state": (False,),
     "slice_tokens": ("auto",),
-    "host_backed": ("auto", "none"),
-    "schedule": ("auto", "layer", "nest"),
+    "stream_from_host": ("auto", "none"),
     "disk_path": (None,),
     "plan": (None,),
 }
@@ -66,6 +59,12 @@ GONE: Final = {
     "spill_path": "set disk_path to the same folder",
     "spill_memory": "set disk_memory to the same size",
     "context_parallel_method": "set ulysses_size to 1 (ring), context_parallel_size (ulysses) or a divisor (usp)",
+    "data_parallel_size": "leave it out; it is the number of processes divided by the other sizes",
+    "loss_parallel": "leave it out; logits are divided wherever tensor-parallel processes share the head",
+    "host_backed": 'set stream_from_host to the same value, or to "hidden" for "all"',
+    "schedule": 'for "slice", set stream_from_host="model"; otherwise leave it out',
+    "storage": "leave it out; for a plan with a single alpha, give alpha, like alpha=0.5",
+    "swap_precision": "leave it out; activations are swapped as they are",
     "check_restored": "leave it out; for errors of memory, see dmesg and nvidia-smi -q -d ECC",
 }
 
@@ -87,14 +86,14 @@ def refusing_gone(init: _Init) -> _Init:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoConfig:
-    """The checked settings of `MemoStrategy`, whose docstring describes each of them.
+    """The checked settings of `MemoStrategy`, whose docstring describes each of them, in the same groups.
 
     Raises:
         ValueError: A setting is not allowed. The message says in one line what was given, what is allowed and what to
             do.
     """
 
-    data_parallel_size: int | str = "auto"
+    # parallelism
     context_parallel_size: int = 1
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
@@ -108,24 +107,28 @@ class MemoConfig:
     zero_communication: str = "none"
     ulysses_size: int | str = 1
     sequence_parallel: bool = True
-    loss_parallel: bool = True
     tensor_parallel_plan: Mapping[str, str] | None = None
-    offload_state: bool = False
+
+    # memory
     alpha: float | str = "auto"
-    plan_memory: bool = True
     device_memory: int | str | None = None
     host_memory: int | str | None = None
     disk_path: str | None = None
     disk_memory: int | str | None = None
+    offload_state: bool = False
+    plan_memory: bool = True
+    plan: str | None = None
+
+    # slices
     slice_tokens: int | str = "auto"
-    host_backed: str = "auto"
-    storage: str = "auto"
-    swap_precision: str = "exact"
+    stream_from_host: str = "auto"
     loss_chunk_tokens: int | str | None = "auto"
+
+    # model
     layers: str | Sequence[str] | None = None
     attention: str = "auto"
-    schedule: str = "auto"
-    plan: str | None = None
+
+    # debug
     check_slices: bool = True
 
     @classmethod
@@ -145,15 +148,8 @@ class MemoConfig:
     def __post_init__(self) -> None:
         self._check_parallelism()
         _check_choice("attention", self.attention, ATTENTIONS)
-        _check_choice("schedule", self.schedule, SCHEDULES)
         _check_alpha(self.alpha)
-        _check_choice("storage", self.storage, STORAGES)
-        _check_choice("swap_precision", self.swap_precision, SWAP_PRECISIONS)
-        if self.storage == "kinds":  # before the other checks, which would ask for slice_tokens
-            self._check_kinds()
-        self._check_host_backed()
-        if self.schedule == "slice":
-            self._check_slice_schedule()
+        self._check_stream()
         _check_tokens("slice_tokens", self.slice_tokens)
         if self.loss_chunk_tokens is not None:
             _check_tokens("loss_chunk_tokens", self.loss_chunk_tokens, ", or None for all of them")
@@ -168,8 +164,6 @@ class MemoConfig:
         _check_name("plan", self.plan, 'the path of a saved plan, like "plan.json"')
 
     def _check_parallelism(self) -> None:
-        if self.data_parallel_size != "auto":
-            _check_count("data_parallel_size", self.data_parallel_size, ', or "auto"')
         _check_count("context_parallel_size", self.context_parallel_size)
         _check_count("tensor_parallel_size", self.tensor_parallel_size)
         _check_count("expert_parallel_size", self.expert_parallel_size)
@@ -248,40 +242,26 @@ class MemoConfig:
         name = self._first_other(_ALLOWED_IN_FP8)
         return f"{name}={getattr(self, name)!r}: set {name}={_ALLOWED_IN_FP8[name][0]!r}" if name else ""
 
-    def _check_host_backed(self) -> None:
-        _check_choice("host_backed", self.host_backed, HOST_BACKED)
-        if self.host_backed in ("attention", "all") and self.slice_tokens == "auto":
+    def _check_stream(self) -> None:
+        _check_choice("stream_from_host", self.stream_from_host, STREAMS)
+        if self._streams and self.slice_tokens == "auto":
             raise ValueError(
-                f'host_backed="{self.host_backed}" needs slices: give slice_tokens, the most tokens that a layer may '
-                "touch at once, like slice_tokens=8192"
+                f'stream_from_host="{self.stream_from_host}" needs slices: give slice_tokens, the most tokens that a '
+                "layer may touch at once, like slice_tokens=8192"
             )
-        if self.host_backed in ("attention", "all") and self.schedule == "nest":
-            raise ValueError(
-                f'schedule="nest" contradicts host_backed="{self.host_backed}": nested slices attend to all tokens at '
-                'once; leave schedule "auto", or set host_backed="none"'
-            )
-
-    def _check_slice_schedule(self) -> None:
-        if self.slice_tokens == "auto":
-            raise ValueError('schedule="slice" needs slices: give slice_tokens, like slice_tokens=8192')
-        if self.host_backed not in ("auto", "all"):
-            raise ValueError(
-                f'schedule="slice" contradicts host_backed="{self.host_backed}": only one slice is on the device; '
-                'leave it "auto"'
-            )
+        if self.stream_from_host != "model":
+            return
         for name, most in (("context_parallel_size", 1), ("tensor_parallel_size", 1), ("zero_stage", 2)):
             if getattr(self, name) > most:
                 raise ValueError(
-                    f'schedule="slice" contradicts {name}={getattr(self, name)}: every slice would send weights or '
-                    f'activations of every layer; set {name}={most}, or use schedule="layer" with host_backed="all"'
+                    f'stream_from_host="model" contradicts {name}={getattr(self, name)}: every slice would send '
+                    f'weights or activations of every layer; set {name}={most}, or stream_from_host="hidden"'
                 )
 
-    def _check_kinds(self) -> None:
-        if name := self._first_other(_NEEDED_BY_KINDS):
-            raise ValueError(
-                f'{name}={getattr(self, name)!r} contradicts storage="kinds", which needs {name}='
-                f'{_NEEDED_BY_KINDS[name][0]!r}: set that, or storage="alpha"'
-            )
+    @property
+    def _streams(self) -> bool:
+        """Whether tensors are to stream from the host for certain."""
+        return self.stream_from_host not in ("auto", "none")
 
     @property
     def needs_layers(self) -> bool:
@@ -293,26 +273,26 @@ class MemoConfig:
     @property
     def plans_kinds(self) -> bool:
         """Whether plans name a place for each kind of tensor, if there is one stack of layers that can be cut."""
-        return self.storage == "kinds" or (self.storage == "auto" and not self._first_other(_NEEDED_BY_KINDS))
+        return not self._first_other(_NEEDED_BY_KINDS)
 
     def _check_spill(self) -> None:
         _check_name("disk_path", self.disk_path, 'a folder on a local disk, like "/disk/spill"')
         if self.disk_path is None and self.disk_memory is not None:
             raise ValueError(f"disk_memory={self.disk_memory!r} is for a disk: give disk_path, the folder there")
-        streamed = self.host_backed in ("attention", "all") or self.schedule == "slice"
-        if self.disk_path is not None and (streamed or (self.slice_tokens != "auto" and self.host_backed == "auto")):
+        moves_slices = self.slice_tokens != "auto" and self.stream_from_host != "none"
+        if self.disk_path is not None and moves_slices:
             raise ValueError(
                 f'disk_path="{self.disk_path}" needs activations that leave the device by whole layers, and '
-                f"host_backed={self.host_backed!r} with slice_tokens={self.slice_tokens!r} and schedule="
-                f'{self.schedule!r} moves slices: set host_backed="none" and schedule="layer", or leave disk_path out'
+                f"stream_from_host={self.stream_from_host!r} with slice_tokens={self.slice_tokens!r} moves slices: set "
+                'stream_from_host="none", or leave disk_path out'
             )
 
     @property
     def one_stack(self) -> bool:
         """Whether only one stack of layers can be swapped: all layers then get the same tokens in the same slices."""
-        sliced = self.slice_tokens != "auto" and self.host_backed != "none"
+        sliced = self.slice_tokens != "auto" and self.stream_from_host != "none"
         divided = max(self.context_parallel_size, self.tensor_parallel_size, self.pipeline_parallel_size) > 1
-        return sliced or divided or self.storage == "kinds"
+        return sliced or divided
 
     @property
     def device_memory_bytes(self) -> int | None:

@@ -303,7 +303,7 @@ class DistributedStrategy(CheckpointingStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         assert self.lightning_module is not None
         training = self.lightning_module.trainer.training
-        if self.config.schedule == "slice" and self._processes is None and training:
+        if self.config.stream_from_host == "model" and self._processes is None and training:
             return batch  # each slice of the batch goes to the device when its turn comes
         batch = super().batch_to_device(batch, device, dataloader_idx)
         if self._processes is not None:
@@ -375,7 +375,7 @@ class DistributedStrategy(CheckpointingStrategy):
         if processes.pipeline is not None:
             self.precision_plugin.holders = processes.pipeline.holders
             self._divided.callback(replace_forward(*processes.pipeline.run_of(model)))
-        outside = self.config.context_parallel_size > 1 and self.config.host_backed in ("attention", "all")
+        outside = self.config.context_parallel_size > 1 and self.config.stream_from_host not in ("auto", "none")
         processes.prepare_batches(model, self._slice_bounds, outside, hands_states=may_hand_states(model))
         self._model_is_divided = True
         self._read_weights()

@@ -67,20 +67,22 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
         optimizer: Optimizer | Sequence[Optimizer],
         *,
         output_dir: str | Path | None = None,
+        # memory
         alpha: float | str = "auto",
-        plan_memory: bool = True,
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
         disk_path: str | Path | None = None,
         disk_memory: str | int | None = None,
+        plan_memory: bool = True,
+        plan: str | Path | None = None,
+        # slices
         slice_tokens: int | str = "auto",
-        host_backed: str = "auto",
-        storage: str = "auto",
+        stream_from_host: str = "auto",
         loss_chunk_tokens: int | str | None = "auto",
+        # model
         layers: str | Sequence[str] | None = None,
         attention: str = "auto",
-        schedule: str = "auto",
-        plan: str | Path | None = None,
+        # debug
         check_slices: bool = True,
         test_mode: TestMode | None = None,
     ) -> None:
@@ -112,8 +114,11 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
         Raises:
             ValueError: A setting is wrong, contradicts another one, or needs what this machine lacks.
         """
-        if given.get("schedule") == "slice":
-            raise ValueError('schedule="slice" runs whole training steps, which are the loop\'s here: use MemoStrategy')
+        if given.get("stream_from_host") == "model":
+            raise ValueError(
+                'stream_from_host="model" runs whole training steps, which are the loop\'s here: use "hidden", or use '
+                "MemoStrategy"
+            )
         config = MemoConfig.of(given)
         check_machine(config)
         return config

@@ -42,43 +42,46 @@ class MemoStrategy(DistributedStrategy):
     match those of plain training up to rounding. The LightningModule stays as it is; its model may be built in
     `__init__` or in `configure_model`.
 
-    With several processes (`Trainer(devices=8)`, torchrun, SLURM), their number is the product of the data, context,
-    tensor and pipeline parallel sizes. The data loader gives whole batches. Each process keeps its part of the tokens,
-    and the loss that a Hugging Face model returns is weighted by the number of tokens in all of them.
+    With several processes (`Trainer(devices=8)`, torchrun, SLURM), the context, tensor and pipeline parallel sizes
+    divide them into groups, and each group gets other data (data parallelism). The data loader gives whole batches.
+    Each process keeps its part of the tokens, and the loss that a Hugging Face model returns is weighted by the number
+    of tokens in all of them.
+
+    The settings come in groups: parallelism, up to `tensor_parallel_plan`; memory, from `alpha` to `plan`; slices, from
+    `slice_tokens` to `loss_chunk_tokens`; the model, `layers` and `attention`; debugging, `check_slices` and
+    `test_mode`. The last two are for the process group.
 
     Args:
-        data_parallel_size: Number of groups of processes that get different data. "auto" is the number of processes
-            divided by the other sizes.
         context_parallel_size: Number of processes that share the tokens of a sequence.
-        tensor_parallel_size: Number of processes that share the weights of each layer.
+        tensor_parallel_size: Number of processes that share the weights of each layer, and the vocabulary of the
+            logits, which are then a DTensor.
         expert_parallel_size: Number of data- and context-parallel processes that share the experts of each mixture
             layer. Tokens are sent to the processes that hold their experts, and back.
         pipeline_parallel_size: Number of stages of a pipeline, each with some of the layers. The rows of a batch pass
             through them in micro-batches.
         virtual_pipeline_size: Number of blocks of layers of each stage. Micro-batches pass through all stages once for
             each, and stages wait less for each other (Megatron's interleaved pipelines).
-        pipeline_schedule: "1f1b", or "zero_bubble": stages compute gradients of weights while they would wait for each
-            other, and have the memory for those that come later. For `zero_stage` 0 and 1.
+        pipeline_schedule: "1f1b", or "zero_bubble" (experimental): stages compute gradients of weights while they would
+            wait for each other, and have the memory for those that come later. For `zero_stage` 0 and 1.
         pipeline_layers: Number of layers of each block, in order. `None` divides them by their weights, and the head's.
         micro_batch_size: Number of rows of a batch that a stage of a pipeline computes at once.
         zero_stage: ZeRO stage, by FSDP2: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
         zero_shard_size: With `zero_stage=3`, number of neighbouring processes, such as those of a node, over which
             weights are sharded between forward and backward. `None` is all: that takes least memory.
-        zero_communication: How ZeRO sends weights and gradients: "none" as they are, "int8" both with 8 bits, "int4"
-            gradients with 4 bits, in blocks with a scale each (ZeRO++). Results are no longer exact.
+        zero_communication: Experimental: how ZeRO sends weights and gradients: "none" as they are, "int8" both with 8
+            bits, "int4" gradients with 4 bits, in blocks with a scale each (ZeRO++). Results are no longer exact.
         ulysses_size: Number of context-parallel processes that share attention by all-to-all (Ulysses); groups of them
             form a ring. 1 is ring attention, `context_parallel_size` is Ulysses alone, and "auto" is as many as the
             heads allow.
         sequence_parallel: Whether tensor-parallel processes also share the tokens between the blocks of a layer
             (Megatron's sequence parallelism).
-        loss_parallel: Whether tensor-parallel processes share the vocabulary of the logits, which are then a DTensor.
         tensor_parallel_plan: Style of each weight by its dotted name, with `*` as a wildcard, like Hugging Face's
             `tp_plan`. `None` takes the model's own plan.
-        offload_state: Whether parameters, gradients and optimizer state are kept on the host, where the optimizer runs.
-        alpha: Fraction of the tokens whose activations are swapped, from 0.0 to 1.0. "auto" takes the largest fraction
-            whose copies are hidden by computation and whose activations fit the memory budgets.
-        plan_memory: Whether each buffer of a step gets a fixed offset in one arena, which avoids fragmentation by
-            requests that steps repeat.
+        alpha: Fraction of the tokens whose activations are swapped, from 0.0 to 1.0. "auto" solves a linear program
+            over kinds of tensors where the layers of a single stack can be cut and `slice_tokens` is not given: it may
+            also store single matrix products, keep tensors on the device, or run attention again instead of storing
+            its output. Elsewhere, "auto" takes the largest fraction whose copies are hidden by computation and whose
+            activations fit the memory budgets.
         device_memory: Device memory to plan with, as bytes or text like "40GiB". `None` measures the free memory.
         host_memory: Host memory of a node for swapped activations, shared by its processes, as bytes or text like
             "500GiB". `None` takes 90 % of the free memory, within the limits of the cgroup.
@@ -86,22 +89,21 @@ class MemoStrategy(DistributedStrategy):
             written to an unnamed file, which disappears when the process ends.
         disk_memory: Disk space of a node for these activations, shared by its processes. `None` takes 90 % of the
             free space.
+        offload_state: Whether parameters, gradients and optimizer state are kept on the host, where the optimizer runs.
+        plan_memory: Whether each buffer of a step gets a fixed offset in one arena, which avoids fragmentation by
+            requests that steps repeat.
+        plan: Path of a saved plan, which is used instead of profiling.
         slice_tokens: Largest number of tokens that run through a layer at once. "auto" cuts a layer's input at alpha
             only, and into more slices if a step in one process does not fit the device otherwise.
-        host_backed: What is kept on the host in addition to swapped activations:
+        stream_from_host: What is kept on the host in addition to swapped activations:
             "none": nothing else.
             "attention": keys and values. Slices are swapped one by one, and attention reads the keys and values of
             earlier slices from the host in blocks, so that a layer works on at most `slice_tokens` at once (FPDT).
-            "all": also the gradients of keys and values, and the hidden states between layers.
+            "hidden": also the gradients of keys and values, and the hidden states between layers.
+            "model": all but one slice. The whole model runs on one slice after the other, so that nothing on the device
+            grows with the length of the sequence; it needs data parallelism only, and ZeRO 0 to 2.
             "auto": "none", or "attention" if `slice_tokens` is set, attention is causal, layers can be cut, and the
                 device has no room for keys and values (a single process) or is not asked (several processes).
-        storage: How a plan selects the activations to swap. "kinds" solves a linear program over kinds of tensors,
-            which may also store single matrix products, keep some on the device, or run attention again instead of
-            storing its output. "alpha" swaps a fraction of the tokens. "auto" is "kinds" where the layers of a single
-            stack can be cut, and neither `alpha` nor `slice_tokens` is given.
-        swap_precision: How swapped activations are stored: "exact" as they are, "fp8" with 8 bits each and a scale for
-            each block of 128. Layer inputs and what attention reads and returns stay exact. Gradients are then no
-            longer those of plain training.
         loss_chunk_tokens: Number of tokens whose logits exist at once. It applies to the loss of a Hugging Face model
             and to `F.cross_entropy(logits, ...)` in a training step. "auto" limits the logits to 512 MiB in fp32 (1024
             tokens with a vocabulary of 128K; shorter batches run without chunks). `None` computes all at once.
@@ -111,10 +113,6 @@ class MemoStrategy(DistributedStrategy):
         attention: Attention kernel: "auto", "sdpa", "cudnn", "flash_attn", "flash_attn_3", "flash_attn_4" or
             "transformer_engine". "auto" times the kernels that support the model's calls, for some milliseconds of the
             first step, and takes the fastest one. The plan records the choice.
-        schedule: Order in which slices run. "auto" chooses between "layer", which runs the slices layer by layer, and
-            "nest", which nests them. "slice" runs the whole model on one slice after the other, so that nothing on the
-            device grows with the length of the sequence; it needs data parallelism only, and ZeRO 0 to 2.
-        plan: Path of a saved plan, which is used instead of profiling.
         check_slices: Whether one layer is compared with itself in slices in steps 1, 2, 4, ..., 64, and in every 64th
             step, on an eighth of the tokens, at most 1024. If anything differs (queries, keys, values, outputs,
             gradients), a warning says so, and layers run as one slice from then on; where they cannot, the run ends.
@@ -134,7 +132,7 @@ class MemoStrategy(DistributedStrategy):
     @refusing_gone
     def __init__(
         self,
-        data_parallel_size: int | str = "auto",
+        # parallelism
         context_parallel_size: int = 1,
         tensor_parallel_size: int = 1,
         expert_parallel_size: int = 1,
@@ -148,26 +146,27 @@ class MemoStrategy(DistributedStrategy):
         zero_communication: str = "none",
         ulysses_size: int | str = 1,
         sequence_parallel: bool = True,
-        loss_parallel: bool = True,
         tensor_parallel_plan: Mapping[str, str] | None = None,
-        offload_state: bool = False,
+        # memory
         alpha: float | str = "auto",
-        plan_memory: bool = True,
         device_memory: str | int | None = None,
         host_memory: str | int | None = None,
         disk_path: str | Path | None = None,
         disk_memory: str | int | None = None,
+        offload_state: bool = False,
+        plan_memory: bool = True,
+        plan: str | Path | None = None,
+        # slices
         slice_tokens: int | str = "auto",
-        host_backed: str = "auto",
-        storage: str = "auto",
-        swap_precision: str = "exact",
+        stream_from_host: str = "auto",
         loss_chunk_tokens: int | str | None = "auto",
+        # model
         layers: str | Sequence[str] | None = None,
         attention: str = "auto",
-        schedule: str = "auto",
-        plan: str | Path | None = None,
+        # debug
         check_slices: bool = True,
         test_mode: TestMode | None = None,
+        # processes
         timeout: timedelta = default_pg_timeout,
         process_group_backend: str | None = None,
     ) -> None:

@@ -64,9 +64,9 @@ METHODS: Final = {
     },
     "memo_auto_unplanned": _memo("Memo auto, memory unplanned", plan_memory=False),
     "memo_auto": _memo("Memo auto"),
-    "memo_kinds": _memo("Memo by kinds", storage="kinds", plan_memory=False),
+    "memo_kinds": _memo("Memo by kinds", plan_memory=False),  # of earlier results; it is "memo_auto_unplanned" now
     "memo_slices": _memo("Memo, many slices", sliced=True, plan_memory=False),
-    "memo_slice_schedule": _memo("Memo, slice by slice", sliced=True, schedule="slice", plan_memory=False),
+    "memo_slice_schedule": _memo("Memo, slice by slice", sliced=True, stream_from_host="model", plan_memory=False),
 }
 
 

@@ -29,7 +29,7 @@ _HEADLINE: Final = (
     "memo_slices",
 )
 ALST: Final = ("alst", "alst_freed", "alst_reentrant")
-ALL: Final = tuple(dict.fromkeys((*MAIN, *ALST, *ALPHAS, "memo_kinds", "memo_slices", "memo_slice_schedule")))
+ALL: Final = tuple(dict.fromkeys((*MAIN, *ALST, *ALPHAS, "memo_slices", "memo_slice_schedule")))
 BOUND_LAYERS: Final = (1, 2)
 """Numbers of layers with which plain training fits; the difference is the least time of one layer."""
 
@@ -85,7 +85,7 @@ def most_important() -> list[Work]:
     work += grid([few], MAIN, [4 * _K, 16 * _K])
     work += grid(unplanned, ("checkpointing", "memo_auto_unplanned"), [64 * _K])
     work += [*grid([few], MAIN, [256 * _K]), *bounds(few, [256 * _K])]
-    work += grid([few], ("memo_slices", "memo_kinds"), [64 * _K])
+    work += grid([few], ("memo_slices",), [64 * _K])
     work += grid([replace(few, tuning="lora"), whole, replace(few, model="llama3_2_3b")], MAIN, [16 * _K, 64 * _K])
     work += grid([few], ALPHAS, [128 * _K])
     work += grid([replace(whole, tuning="lora")], MAIN, [16 * _K, 64 * _K])

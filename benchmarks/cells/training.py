@@ -211,8 +211,8 @@ def _plan(strategy: Any, swap: Any) -> Result:
     return {
         "mode": "plain" if swap.plain else "memo",
         "alpha": swap.alpha,
-        "schedule": swap.schedule,
-        "host_backed": swap.host_backed,
+        "joint_attention": swap.joint_attention,
+        "stream_from_host": swap.stream_from_host,
         "memory_planned": planned is not None and planned.stats is not None,
         "overflow_bytes": 0 if strategy.engine.memory is None else strategy.engine.memory.stats.overflow_bytes,
     }

@@ -29,8 +29,8 @@ LEVELS = {
     "alpha 0": Level({"alpha": 0.0}),
     "alpha 1": Level({"alpha": 1.0}),
     "fractions": Level({"alpha": 0.5}),
-    "slices": Level({**_SLICED, "host_backed": "all"}),
-    "slice schedule": Level({**_SLICED, "schedule": "slice"}),
+    "slices": Level({**_SLICED, "stream_from_host": "hidden"}),
+    "slice schedule": Level({**_SLICED, "stream_from_host": "model"}),
     "context": Level({"context_parallel_size": 2, "alpha": 0.0}, processes=2),
     "tensor": Level(
         {"tensor_parallel_size": 2, "alpha": 0.0},

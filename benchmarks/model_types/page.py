@@ -19,7 +19,7 @@ _WORKING = ("works", "whole")
 _FRAMES = (
     r"^(?:MemoStrategy|lightning_memo): layers run as one slice.*?, because (?P<why>.*)\.$",
     r"^(?:MemoStrategy|lightning_memo): nothing is swapped, because (?P<why>.*?); if .*$",
-    r"^(?:alpha|host_backed|schedule)=\S+ .*?, but (?P<why>.*): (?:use|set) .*$",
+    r"^(?:alpha|host_backed|schedule|stream_from_host)=\S+ .*?, but (?P<why>.*): (?:use|set) .*$",
     r"^tensor_parallel_size: (?P<why>.*?): (?:train|name) .*$",
     r"^(?P<why>.*?), and the tokens of a sequence are divided over processes: train .*$",
     r"^(?P<why>.*?): (?:use|set|train|give|with) .*$",
@@ -28,7 +28,7 @@ _FRAMES = (
 _NAMES = re.compile(r"\b(?!ALiBi\b)[A-Z]\w*[a-z]\w*[A-Z]\w*\b|\b[A-Z]{2,}[a-z]\w+|\bmodel(?:\.\w+)+")
 _ELLIPSIS = "..."
 _OTHER: Final = "another reason"
-_WHOLE_TOKENS: Final = '`context_parallel_size=1`, `sequence_parallel=False`, `schedule="layer"`'
+_WHOLE_TOKENS: Final = '`context_parallel_size=1`, `sequence_parallel=False`, `stream_from_host="hidden"`'
 _GROUPS: Final = (
     ("the model has no `tp_plan`", "has no tp_plan", "`tensor_parallel_plan`, context parallelism, or ZeRO 3"),
     (
@@ -49,7 +49,7 @@ _GROUPS: Final = (
     (
         "attention is not causal, has a mask of all tokens, or is not computed by a kernel",
         "needs all tokens at once|an attention mask|computes attention itself|attends outside of the repeated layers",
-        f'`host_backed="none"`; {_WHOLE_TOKENS}',
+        f'`stream_from_host="none"`; {_WHOLE_TOKENS}',
     ),
     ("images have places among all tokens of a row", "pixel_values", _WHOLE_TOKENS),
     ("the model counts positions itself", "counts positions|takes no position_ids", _WHOLE_TOKENS),

@@ -69,8 +69,10 @@ def _row(result: Result) -> list[str | int]:
 def _plan(plan: Result | None) -> str:
     if not plan or plan["mode"] != "memo":
         return str(plan["mode"]) if plan else ""
-    streamed = "" if plan["host_backed"] == "none" else f", on the host: {plan['host_backed']}"
-    return f"alpha {plan['alpha']:.3f}, schedule {plan['schedule']}{streamed}"
+    # Results of earlier versions have "host_backed" and the order of slices.
+    stream, order = plan.get("stream_from_host") or plan["host_backed"], plan.get("schedule")
+    parts = [f"alpha {plan['alpha']:.3f}", f"schedule {order}" if order else "", f"on the host: {stream}"]
+    return ", ".join(part for part in (parts if stream != "none" else parts[:2]) if part)
 
 
 def _gibibytes(size_bytes: int | None) -> str:

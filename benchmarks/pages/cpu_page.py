@@ -75,17 +75,22 @@ def growth(report: Report) -> str:
     """Returns the section on device memory by length with all other tensors on the host."""
     lengths = sorted({row["tokens"] for row in report["results"]})
     rows = []
-    for schedule in dict.fromkeys(row["schedule"] for row in report["results"]):
-        found = {row["tokens"]: row for row in report["results"] if row["schedule"] == schedule}
+    for level in dict.fromkeys(map(_level, report["results"])):
+        found = {row["tokens"]: row for row in report["results"] if _level(row) == level}
         for name, key in (("device", "peak_bytes"), ("host", "host_bytes")):
             sizes = [found[length][key] for length in lengths]
-            rows.append([f"{schedule}, {name}", *map(format_bytes, sizes), f"{sizes[-1] / sizes[0]:.3f}"])
+            rows.append([f"{level}, {name}", *map(format_bytes, sizes), f"{sizes[-1] / sizes[0]:.3f}"])
     settings = report["settings"]
     model = f"{settings['layers']} layers of {settings['hidden']}, slices of {settings['slice_tokens']} tokens, fp32"
     return "\n\n".join([
-        f"**Peaks of a step by length**, `host_backed=\"all\"`: {model}",
-        table(["schedule", *map(tokens, lengths), "last / first"], rows), _told(report),
+        f"**Peaks of a step by length**: {model}",
+        table(["`stream_from_host`", *map(tokens, lengths), "last / first"], rows), _told(report),
     ])  # fmt: skip
+
+
+def _level(row: Report) -> str:
+    """What is on the host in a run. Results of earlier versions name the order of slices instead."""
+    return str(row.get("stream_from_host") or {"layer": "hidden", "slice": "model"}[row["schedule"]])
 
 
 def balance(report: Report) -> str:

@@ -15,15 +15,15 @@ MEMO's single alpha is a special case: input and attention are swapped for all t
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from lightning_memo.artifacts.json_documents import check_range, items
 
 _RESIDENT_CALLS: Final = 2
+_T = TypeVar("_T")
 
 
 def resident_calls(calls: int, in_flight: int | None) -> int:
@@ -95,15 +95,6 @@ class LayerCosts:
     disk_read_bytes_per_second: float = 0.0
     """Bandwidth from disk to device, measured with both directions busy."""
 
-    swapped_other_bytes: tuple[int, ...] | None = None
-    """S_others as it is swapped, compressed; None if it is swapped as it is."""
-
-    compress_seconds: tuple[float, ...] | None = None
-    """Seconds to compress S_others of all tokens in the forward; None if nothing is compressed."""
-
-    restore_seconds: tuple[float, ...] | None = None
-    """Seconds to restore S_others of all tokens in the backward; None if nothing is compressed."""
-
     in_flight: int | None = None
     """On a stage of a pipeline, number of micro-batches whose layer calls these are: forwards of later ones run before
     the backward of the first one. `outside_seconds` is 0 then. None without a pipeline."""
@@ -146,32 +137,17 @@ class LayerCosts:
         return max(self.transient_device_bytes, self.backward_device_bytes + recomputed_bytes)
 
     def swapped_bytes(self, call: int, alpha: float) -> int:
-        """Bytes that a layer call swaps: S_input + S_attn + alpha * S_others, rounded up; S_others compressed, if so.
+        """Bytes that a layer call swaps: S_input + S_attn + alpha * S_others, rounded up.
 
         Args:
             call: Index of the layer call.
             alpha: Fraction of the tokens whose other skeletal activations are swapped.
         """
-        return self.input_bytes[call] + self.attention_bytes[call] + math.ceil(alpha * self.moved_other_bytes[call])
+        return self.input_bytes[call] + self.attention_bytes[call] + math.ceil(alpha * self.other_bytes[call])
 
-    @property
-    def moved_other_bytes(self) -> tuple[int, ...]:
-        """S_others as it is swapped."""
-        return self.other_bytes if self.swapped_other_bytes is None else self.swapped_other_bytes
-
-    def forward_seconds_at(self, call: int, alpha: float) -> float:
-        """Seconds of a forward that compresses what a fraction alpha of the tokens swaps, if that is compressed."""
-        compress = 0.0 if self.compress_seconds is None else self.compress_seconds[call]
-        return self.forward_seconds[call] + alpha * compress
-
-    def backward_seconds_at(self, call: int, alpha: float) -> float:
-        """Seconds of a backward that restores a fraction alpha of the tokens and recomputes the others."""
-        return self.backward_seconds_of(call, alpha, 1.0 - alpha)
-
-    def backward_seconds_of(self, call: int, restored: float, recomputed: float) -> float:
-        """Seconds of a backward that restores a fraction of the tokens, and recomputes another one."""
-        restore = 0.0 if self.restore_seconds is None else self.restore_seconds[call]
-        return self.backward_seconds[call] + restored * restore + recomputed * self.recompute_seconds[call]
+    def backward_seconds_with(self, call: int, recomputed: float) -> float:
+        """Seconds of a backward that recomputes a fraction of the tokens."""
+        return self.backward_seconds[call] + recomputed * self.recompute_seconds[call]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,6 +171,12 @@ MOVED: Final[tuple[Place, ...]] = ("host", "disk")
 INPUT: Final = "input"
 ATTENTION: Final = "attention"
 OTHER: Final = "other"
+_NO_PRODUCTS: Final = {INPUT, ATTENTION, OTHER, "out", "lse", "query", "key", "value", "shared", "state"}
+
+
+def is_product(kind: str) -> bool:
+    """Return whether a kind of tensor is the output of a matrix product, which has the name that the layer gives it."""
+    return kind not in _NO_PRODUCTS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,7 +192,7 @@ class Product:
 
     def __post_init__(self) -> None:
         check_range(self, {})
-        if self.name in (INPUT, ATTENTION, OTHER):
+        if not is_product(self.name):
             raise ValueError(
                 f'a product is named "{self.name}", which is the name of another kind of tensor: give it another name'
             )
@@ -244,15 +226,6 @@ class CallCosts:
     """Maximum number of keys that a query attends to, itself included; None for all up to its own. 1 stands for
     attention that is not causal, in which all tokens cost the same."""
 
-    swapped_other_bytes: int | None = None
-    """`other_bytes` as they are swapped or spilled, compressed; None if they are swapped as they are."""
-
-    compress_seconds: float = 0.0
-    """Seconds to compress them in the forward."""
-
-    restore_seconds: float = 0.0
-    """Seconds to restore them in the backward."""
-
     def __post_init__(self) -> None:
         check_range(self, {"window_tokens": 1})
         names = [product.name for product in self.products]
@@ -270,13 +243,6 @@ class CallCosts:
         """Bytes of each kind of tensor, in the order of `kinds`."""
         own = self.input_bytes, self.attention_bytes, self.other_bytes
         return (*own, *(product.size_bytes for product in self.products))
-
-    def sizes_in(self, place: Place) -> tuple[int, ...]:
-        """Bytes of each kind of tensor in a place, in the order of `kinds`."""
-        moved = self.swapped_other_bytes
-        if place == "device" or moved is None:
-            return self.sizes
-        return tuple(moved if kind == OTHER else size for kind, size in zip(self.kinds, self.sizes, strict=True))
 
     @property
     def recompute_seconds(self) -> float:
@@ -327,6 +293,11 @@ class StorageCosts:
     recomputed_device_bytes: int = 0
     """Part of `transient_device_bytes` for tensors that layers recompute: it is not needed if they are stored."""
 
+    disk_write_bytes_per_second: float = 0.0
+    """Bandwidth from device to disk; 0 if there is no disk."""
+
+    disk_read_bytes_per_second: float = 0.0
+
     in_flight: int | None = None
     """On a stage of a pipeline, number of micro-batches whose layer calls these are; see `LayerCosts`."""
 
@@ -357,7 +328,7 @@ class StorageCosts:
             step: The other fields.
         """
         alike: dict[object, list[CallCosts]] = {}
-        keys = [(call.kinds, call.sizes, call.swapped_other_bytes, call.window_tokens) for call in calls]
+        keys = [(call.kinds, call.sizes, call.window_tokens) for call in calls]
         for key, call in zip(keys, calls, strict=True):
             alike.setdefault(key, []).append(call)
         places = {key: place for place, key in enumerate(alike)}
@@ -381,8 +352,32 @@ class StorageCosts:
             fixed_device_bytes=step.fixed_device_bytes,
             transient_device_bytes=step.working_bytes(1.0),
             recomputed_device_bytes=step.working_bytes(1.0) - step.working_bytes(0.0),
+            disk_write_bytes_per_second=step.disk_write_bytes_per_second,
+            disk_read_bytes_per_second=step.disk_read_bytes_per_second,
             in_flight=step.in_flight,
         )
+
+    @classmethod
+    def of_layers(cls, step: LayerCosts) -> StorageCosts:
+        """Return the costs of a step of whose recomputation only the sum is known, without that of attention.
+
+        Args:
+            step: All costs of the step.
+        """
+        calls = [
+            CallCosts(
+                input_bytes=step.input_bytes[n],
+                attention_bytes=step.attention_bytes[n],
+                other_bytes=step.other_bytes[n],
+                products=(),
+                forward_seconds=step.forward_seconds[n],
+                backward_seconds=step.backward_seconds[n],
+                attention_seconds=0.0,
+                elementwise_seconds=step.recompute_seconds[n],
+            )
+            for n in range(step.calls)
+        ]
+        return cls.of_step(calls, step)
 
     def of_micro_batches(self, in_flight: int) -> StorageCosts:
         """Return the costs of several micro-batches in flight on a stage of a pipeline.
@@ -398,16 +393,13 @@ class StorageCosts:
         """Number of layer calls in a step."""
         return len(self.call_classes)
 
-    def working_bytes(self, stored: Sequence[int]) -> int:
+    def working_bytes_with(self, recomputed_bytes: int) -> int:
         """Highest peak above the fixed bytes and the stored tensors.
 
         Args:
-            stored: For each class, the number of tokens whose tensors are all stored. A layer recomputes those of all
-                other tokens at once.
+            recomputed_bytes: Largest number of bytes that a layer recomputes at once.
         """
-        others = (self.tokens - tokens for tokens in stored)
-        recomputed = (-(-call.other_bytes * n // self.tokens) for call, n in zip(self.classes, others, strict=True))
-        less = max(call.other_bytes for call in self.classes) - max(recomputed)
+        less = max(call.other_bytes for call in self.classes) - recomputed_bytes
         return self.transient_device_bytes - min(less, self.recomputed_device_bytes)
 
     @property
@@ -426,19 +418,24 @@ class StorageCosts:
         leaving = self.call_classes[: self.leaving_calls]
         return tuple(leaving.count(number) for number in range(len(self.classes)))
 
-    @property
-    def pairs(self) -> Counter[tuple[int, int]]:
-        """Number of times that a call of one class is copied while the next call, of another class, computes.
+    def pairs(self, of_calls: Sequence[_T]) -> list[tuple[_T, _T]]:
+        """Return the sorts of each call that is copied and of the next call, which computes meanwhile.
 
         If all calls leave, the first call of a later micro-batch follows the last one.
-        """
-        leaving, following = self.call_classes[: self.leaving_calls], self.call_classes[1:]
-        return Counter(zip(leaving, following + self.call_classes[:1], strict=False))
 
-    @property
-    def unpaired(self) -> tuple[int, ...]:
-        """Classes of the layer calls that compute while nothing is copied: the first and the last one, or none."""
-        return () if self.leaving_calls == self.calls else tuple(self.call_classes[n] for n in {0, self.calls - 1})
+        Args:
+            of_calls: The sort of each layer call, such as its class.
+        """
+        leaving, following = of_calls[: self.leaving_calls], [*of_calls[1:], of_calls[0]]
+        return list(zip(leaving, following, strict=False))
+
+    def unpaired(self, of_calls: Sequence[_T]) -> tuple[_T, ...]:
+        """Return the sorts of the calls that compute while nothing is copied: of the first and the last one, or none.
+
+        Args:
+            of_calls: The sort of each layer call.
+        """
+        return () if self.leaving_calls == self.calls else tuple(of_calls[n] for n in {0, self.calls - 1})
 
 
 def _typical(calls: Sequence[CallCosts]) -> CallCosts:
@@ -450,6 +447,4 @@ def _typical(calls: Sequence[CallCosts]) -> CallCosts:
         backward_seconds=median(call.backward_seconds for call in calls),
         attention_seconds=median(call.attention_seconds for call in calls),
         elementwise_seconds=median(call.elementwise_seconds for call in calls),
-        compress_seconds=median(call.compress_seconds for call in calls),
-        restore_seconds=median(call.restore_seconds for call in calls),
     )

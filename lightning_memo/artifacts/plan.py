@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import cycle
 from pathlib import Path
 from typing import Final, Literal
 
@@ -21,14 +22,13 @@ from lightning_memo.artifacts.costs import (
     LayerCosts,
     Place,
     StorageCosts,
+    is_product,
     resident_calls,
 )
 from lightning_memo.artifacts.json_documents import check_range, read_json
-from lightning_memo.artifacts.slot_layouts import DiskLayout, SwapPrecision, whole_blocks
+from lightning_memo.artifacts.slot_layouts import DiskLayout, whole_blocks
 from lightning_memo.utils.files import replacing
 
-# Later slices attend to the keys and values of recomputed ones, and continue the states of all.
-_ALPHA_KINDS: Final = {INPUT, ATTENTION, OTHER, "key", "value", "state"}
 Resource = Literal[
     "device memory",
     "host memory",
@@ -38,54 +38,6 @@ Resource = Literal[
     "disk write bandwidth",
     "disk read bandwidth",
 ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DiskTier:
-    """Disk space for activations. Spilled activations also pass over the link between device and host."""
-
-    capacity_bytes: int
-    write_bytes_per_second: float
-    read_bytes_per_second: float
-    bounce_share: float = 0.0
-    """Host bytes of the bounce buffers per byte of the largest amount that a layer call spills."""
-
-    def __post_init__(self) -> None:
-        check_range(self, {})
-        for name in ("write_bytes_per_second", "read_bytes_per_second"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be greater than 0")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StorageBudget(Budget):
-    """Memory that one process may use: all its device bytes, and host and NVMe bytes for activations."""
-
-    disk: DiskTier | None = None
-
-    @classmethod
-    def of(cls, budget: Budget, costs: LayerCosts) -> StorageBudget:
-        """Add the measured bandwidths of the disk to a budget.
-
-        Args:
-            budget: Capacities; without `disk_bytes` there is no disk.
-            costs: Has the bandwidths of the disk.
-        """
-        disk = None
-        if budget.disk_bytes:
-            disk = DiskTier(
-                capacity_bytes=budget.disk_bytes,
-                write_bytes_per_second=costs.disk_write_bytes_per_second,
-                read_bytes_per_second=costs.disk_read_bytes_per_second,
-            )
-        return cls(
-            device_bytes=budget.device_bytes, host_bytes=budget.host_bytes, disk_bytes=budget.disk_bytes, disk=disk
-        )
-
-    @property
-    def capacities(self) -> Budget:
-        """The budget without the bandwidths of the disk."""
-        return Budget(device_bytes=self.device_bytes, host_bytes=self.host_bytes, disk_bytes=self.disk_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,40 +88,9 @@ class Price:
     """Seconds by which the step becomes shorter per additional byte, or byte per second."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StorageNeeds:
-    """Time and memory that a step needs."""
-
-    step_seconds: float
-    """Expected seconds: for each layer call the longer of its copies and the next call's computation. If all layer
-    calls are equal, this is MEMO's time of a step (section 4.2)."""
-
-    device_bytes: int
-    """All device bytes of the process."""
-
-    rounding_bytes: int
-    """Part of `device_bytes` for the two rounding buffers."""
-
-    host_bytes: int
-    disk_bytes: int
-
-    def __post_init__(self) -> None:
-        check_range(self, {})
-
-    def fits(self, budget: StorageBudget) -> bool:
-        """Whether no memory needs more than its budget."""
-        disk_bytes = budget.disk.capacity_bytes if budget.disk else 0
-        on_host = self.host_bytes <= budget.host_bytes and self.disk_bytes <= disk_bytes
-        return on_host and self.device_bytes <= budget.device_bytes
-
-
-NO_NEEDS: Final = StorageNeeds(step_seconds=0.0, device_bytes=0, rounding_bytes=0, host_bytes=0, disk_bytes=0)
-"""Needs of a plan whose time and memory are not known, or do not matter."""
-
-
 @dataclass(frozen=True, kw_only=True)  # without slots, for properties that are computed once
 class StoragePlan:
-    """Where the tensors of every layer call are stored, and the expected time and memory.
+    """Where the tensors of every layer call are stored.
 
     Every way to train is such a plan. Plain training keeps all tensors of all tokens. MEMO's alpha (section 4.1) swaps
     all tensors of the first tokens, and the inputs and attention outputs of the others. Layers that cannot be cut are
@@ -188,15 +109,6 @@ class StoragePlan:
     slice_tokens: int | None = None
     """Maximum number of tokens that run through a layer at once; None for no limit."""
 
-    needs: StorageNeeds = NO_NEEDS
-    bound_seconds: float = 0.0
-    """Lower bound of the step time, reached with arbitrary fractions of the tokens."""
-
-    alpha_seconds: float | None = None
-    """Step time of the best single alpha, as in MEMO; None if no alpha fits."""
-
-    prices: tuple[Price, ...] = ()
-
     def __post_init__(self) -> None:
         check_range(self, {"tokens": 1, "slice_tokens": 1})
         if not self.call_classes or not set(self.call_classes) <= set(range(len(self.calls))):
@@ -206,11 +118,6 @@ class StoragePlan:
         for call in self.calls:
             if max(call.bounds, default=0) > self.tokens:
                 raise ValueError(f"a range ends at token {max(call.bounds)}, after the {self.tokens} of a layer call")
-
-    @property
-    def executed(self) -> StoragePlan:
-        """The plan without measured and expected numbers, to compare what is executed."""
-        return replace(self, needs=NO_NEEDS, bound_seconds=0.0, alpha_seconds=None, prices=())
 
     def call(self, number: int) -> CallPlan:
         """Plan of a layer call, given its position among the layer calls that are alive."""
@@ -242,8 +149,8 @@ class StoragePlan:
         """Whether it swaps inputs, attention outputs and all tensors of the first tokens, and nothing else."""
         return all(
             call.tokens(INPUT, *MOVED) == call.tokens(ATTENTION, *MOVED) == self.tokens
-            and all(r.place != "device" and (r.kind != OTHER or r.start == 0) for r in call.ranges)
-            and {r.kind for r in call.ranges} <= _ALPHA_KINDS
+            and all(r.place in MOVED and (r.kind != OTHER or r.start == 0) for r in call.ranges)
+            and not any(is_product(r.kind) for r in call.ranges)
             for call in self.calls
         )
 
@@ -254,15 +161,14 @@ class StoragePlan:
             other_bytes: For each layer call, bytes of all tensors of the kind "other".
         """
         most = 0
-        for number, size in enumerate(other_bytes):
-            again = self.tokens - self.call(number).tokens(OTHER)
+        for number, size in set(zip(cycle(self.call_classes), other_bytes, strict=False)):
+            again = self.tokens - self.calls[number].tokens(OTHER)
             most = max(most, -(-size * min(again, self.slice_tokens or again) // self.tokens))
         return most
 
 
 MOST_CALLS: Final = 2**16
-HostBacked = Literal["none", "attention", "all"]
-Schedule = Literal["layer", "nest", "slice"]
+StreamFromHost = Literal["none", "attention", "hidden", "model"]
 Attention = Literal["sdpa", "cudnn", "flash_attn", "flash_attn_3", "flash_attn_4", "transformer_engine"]
 
 
@@ -271,8 +177,8 @@ class PlanMemory:
     """Bytes that a plan needs in addition to the model state and the transients of a step, alignment included."""
 
     slot: int = 0
-    """Bytes of a rounding buffer: the most that one layer call stores on host and disk; one slice, if `host_backed` is
-    not "none"."""
+    """Bytes of a rounding buffer: the most that one layer call stores on host and disk; one slice, if
+    `stream_from_host` is not "none"."""
 
     host: int = 0
     """Host bytes of all layer calls, without the bounce buffers of the disk."""
@@ -306,21 +212,21 @@ class SwapPlan:
 
     storage: StoragePlan
     memory: PlanMemory
-    schedule: Schedule
 
-    host_backed: HostBacked = "none"
+    stream_from_host: StreamFromHost = "none"
     """Tensors that live on the host in addition to the swapped activations. With "attention", each slice swaps into its
-    own slot, and the keys and values of earlier slices are fetched for it. With "all", the gradients of keys and
-    values and the hidden states between layers live on the host, too."""
+    own slot, and the keys and values of earlier slices are fetched for it. With "hidden", the gradients of keys and
+    values and the hidden states between layers live on the host, too. With "model", all layers run on one slice after
+    the other, and only that slice is on the device."""
+
+    joint_attention: bool = False
+    """Whether attention of a layer runs over all of its slices at once."""
 
     in_flight: int | None = None
     """On a stage of a pipeline, number of micro-batches that the layer calls belong to; None without a pipeline."""
 
     attention: Attention = "sdpa"
     """Attention kernel of the layers, unless they train plainly."""
-
-    precision: SwapPrecision = "exact"
-    """How activations are swapped. With "fp8", sizes of slots are those of compressed tensors."""
 
     def __post_init__(self) -> None:
         check_range(self, {"in_flight": 1})
@@ -329,7 +235,7 @@ class SwapPlan:
         if len(self.memory.disk) not in (0, self.calls):
             raise ValueError(f"memory.disk must have an entry for each of the {self.calls} layer calls, or none")
         if self.streamed and self.disk_calls:
-            raise ValueError("memory.disk must be empty if host_backed is not none: slots of slices use no disk")
+            raise ValueError("memory.disk must be empty if stream_from_host is not none: slots of slices use no disk")
 
     @property
     def calls(self) -> int:
@@ -354,12 +260,12 @@ class SwapPlan:
     @property
     def streamed(self) -> bool:
         """Whether each slice swaps into its own slot, and keys and values of earlier slices come from the host."""
-        return self.host_backed != "none"
+        return self.stream_from_host != "none"
 
     @property
-    def executed(self) -> SwapPlan:
-        """The plan without measured and expected numbers, to compare what is executed."""
-        return replace(self, storage=self.storage.executed)
+    def gradients_on_host(self) -> bool:
+        """Whether the gradients of keys and values are on the host, too."""
+        return self.stream_from_host in ("hidden", "model")
 
     @cached_property
     def swapped_calls(self) -> int:
@@ -401,7 +307,7 @@ class SwapPlan:
         return 2 * self.memory.slot + self.memory.staging
 
 
-VERSION: Final = 2
+VERSION: Final = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -468,6 +374,9 @@ class Plan:
 
     storage_costs: StorageCosts | None = None
     """Costs of each kind of tensor, if the plan was made from them."""
+
+    prices: tuple[Price, ...] = ()
+    """Value of more of each resource, if the plan was made from the costs of each kind of tensor."""
 
     attention_trials: tuple[AttentionTrial, ...] = ()
     """The attention kernels among which one was chosen."""

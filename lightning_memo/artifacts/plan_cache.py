@@ -56,7 +56,7 @@ class PlanCache:
             self.warn(f"ignoring the cached memory plan and planning memory again: {error}")
             return None
         placement = found.placement
-        same = found.fingerprint == plan.fingerprint and found.swap.executed == plan.swap.executed
+        same = found.fingerprint == plan.fingerprint and found.swap == plan.swap
         if not same or placement is None or placement.threads != self.threads or not _made_from(placement, trace):
             self.warn(f"ignoring the cached memory plan and planning memory again: {path} belongs to another run")
             return None
@@ -92,7 +92,7 @@ class PlanCache:
                 total -= size
 
     def _path(self, plan: Plan) -> Path:
-        key = [asdict(plan.fingerprint), asdict(plan.swap.executed), self.threads, self.optimizers]
+        key = [asdict(plan.fingerprint), asdict(plan.swap), self.threads, self.optimizers]
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
         return self.folder / f"{digest[:24]}.json"
 

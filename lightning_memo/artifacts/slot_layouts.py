@@ -1,22 +1,16 @@
-"""Bytes of slots on a disk, in blocks of its sectors, and of tensors that are compressed in slots."""
+"""Bytes of slots on a disk, in blocks of its sectors, and of values that are sent in blocks with a scale each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 BLOCK_BYTES: Final = 4096  # unit of direct I/O: offsets, sizes and addresses are multiples of it
 _CHUNK_BYTES: Final = 8 * 2**20  # large enough for the full bandwidth of a disk
 _LEAST_CHUNKS: Final = 4  # per slot: with fewer, the bounce buffers of a small slot would be much larger than the slot
 
-SwapPrecision = Literal["exact", "fp8"]
-"""How activations leave the device: as they are, or with 8 bits (`lightning_memo.engine.memory.compressed_values`)."""
 BLOCK: Final = 128
 """Number of values with one scale."""
-SCALE_BYTES: Final = 2
-"""A power of two in bf16, which has the exponents of fp32."""
-WIDE_SCALE_BYTES: Final = 8
-"""A power of two for values in fp64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +62,3 @@ def block_bytes(values: int, bits: int, scale_bytes: int) -> int:
         scale_bytes: Bytes of a scale.
     """
     return -(-values // BLOCK) * (BLOCK * bits // 8 + scale_bytes)
-
-
-def compressed_bytes(values: int, value_bytes: int) -> int:
-    """Return the bytes that some floating-point values have with `swap_precision="fp8"`.
-
-    Args:
-        values: Number of values.
-        value_bytes: Bytes of a value that is not compressed.
-    """
-    return block_bytes(values, 8, WIDE_SCALE_BYTES if value_bytes > 4 else SCALE_BYTES)

@@ -210,8 +210,6 @@ class WriteReport(Callback):
         plan = getattr(trainer.strategy, "plan", None)
         if plan is not None:
             facts["alpha"] = "plain" if plan.swap.plain else f"{plan.swap.alpha:.4g}"
-            if plan.swap.precision != "exact":
-                facts["swap precision"] = plan.swap.precision
         for name, size_bytes in memory_peaks(device).items():
             facts[name.replace("/", " ").replace("_bytes", "")] = format_bytes(int(size_bytes))
         return facts | {

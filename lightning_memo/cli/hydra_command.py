@@ -182,8 +182,8 @@ def _check_overrides(overrides: Sequence[str], folder: Path) -> None:
 def _no_such_setting(name: str, folder: Path) -> str:
     """Returns one line about an unknown name: known ones that end alike or are similar, or the option that has it."""
     group, _, setting = name.partition(".")
-    if group == "strategy" and setting in GONE:
-        return f"{name}: no setting any more: {GONE[setting]}"
+    if (gone := setting if group == "strategy" else name) in GONE:
+        return f"{name}: no setting any more: {GONE[gone]}"
     having = sorted(path.stem for path in (folder / group).glob("*.yaml") if name in _option_settings(path))
     if having:
         return f"{name}: the chosen {group} has no such setting; {group}={having[0]} has it"

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import nn
 
 from lightning_memo.artifacts.costs import INPUT
-from lightning_memo.artifacts.plan import CallPlan, HostBacked, PlanMemory, StoragePlan, SwapPlan
+from lightning_memo.artifacts.plan import CallPlan, PlanMemory, StoragePlan, StreamFromHost, SwapPlan
 from lightning_memo.engine.attention.attention_selector import AttentionSelector
 from lightning_memo.engine.layers.token_sharing import SequenceCutter
 from lightning_memo.engine.modules.layer_classes import LayerClasses, RequestedSettings
@@ -42,13 +42,13 @@ def host_backed_bytes(
     engine: ProfiledLayers,
     calls: Sequence[tuple[Sequence[SavedBytes], int]],
     slices: Sequence[TokenRange],
-    host_backed: HostBacked,
+    stream_from_host: StreamFromHost,
 ) -> StreamedBytes:
     """Return the memory of a plan by which every slice has a slot of its own; see :func:`host_backed_sizes`."""
     gradient_bytes = max(-(-traits.key_value_gradient_bytes // traits.tokens) for traits in engine.layer_classes)
     return host_backed_sizes(
-        calls, slices, host_backed, gradient_bytes=gradient_bytes, block_tokens=engine.attention.block_tokens,
-        schedule=engine.layer_classes.schedule, shared=engine.parked,
+        calls, slices, stream_from_host, gradient_bytes=gradient_bytes, block_tokens=engine.attention.block_tokens,
+        shared=engine.parked,
     )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def bootstrap_plan(
     traits: LayerTraits,
     input_bytes: int,
     slices: Sequence[TokenRange],
-    host_backed: HostBacked,
+    stream_from_host: StreamFromHost,
     most_host_bytes: float,
 ) -> SwapPlan:
     """Return a plan of full recomputation, as far as the memory of a layer is known before it has run.
@@ -67,7 +67,7 @@ def bootstrap_plan(
         traits: Traits of the first layer.
         input_bytes: Bytes of the layer's input for the tokens that were probed.
         slices: The slices to be run.
-        host_backed: What lives on the host.
+        stream_from_host: What lives on the host.
         most_host_bytes: Host memory that the step may use. If layers may run by kinds of tensors, attention outputs
             that find no room there are not stored, but computed again.
     """
@@ -75,11 +75,11 @@ def bootstrap_plan(
     calls, multiple = [(saved, traits.tokens)] * len(engine.layers), engine.cutter.multiple
     longest = engine.settings.profiled_slice_tokens(traits)
     storage = plan_of_alpha(slices[-1].stop, 0.0, len(calls), slice_tokens=longest, multiple=multiple)
-    swap = SwapPlan(storage=storage, memory=PlanMemory(), schedule="layer", precision=engine.settings.swap_precision)
-    if host_backed != "none":
-        memory = host_backed_bytes(engine, calls, slices, host_backed).memory
-        return replace(swap, memory=memory, schedule=engine.layer_classes.schedule, host_backed=host_backed)
-    if engine.settings.storage != "alpha" and not (traits.unsliceable or traits.needs_full_attention):
+    swap = SwapPlan(storage=storage, memory=PlanMemory())
+    if stream_from_host != "none":
+        memory = host_backed_bytes(engine, calls, slices, stream_from_host).memory
+        return replace(swap, memory=memory, stream_from_host=stream_from_host)
+    if engine.settings.by_kind and not (traits.unsliceable or traits.needs_full_attention):
         storage = _without_attention(swap, saved, traits.tokens, slices, most_host_bytes)
     return replace(swap, storage=storage, memory=memory_of_plan(storage, calls, swap.swapped_calls, multiple=multiple))
 
@@ -92,8 +92,8 @@ def _without_attention(
     most_host_bytes: float,
 ) -> StoragePlan:
     """Let as many layer calls as necessary, but the two that never leave the device, not store their attention."""
-    slot = slot_bytes(saved, probed_tokens, slices, "layer")
-    inputs = slot_bytes([item for item in saved if item.kind == "input"], probed_tokens, slices, "layer")
+    slot = slot_bytes(saved, probed_tokens, slices)
+    inputs = slot_bytes([item for item in saved if item.kind == "input"], probed_tokens, slices)
     leaving, attention, plan = swap.swapped_calls, slot - inputs, swap.storage
     if leaving * slot <= most_host_bytes or not attention:
         return plan

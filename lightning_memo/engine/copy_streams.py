@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -368,12 +368,16 @@ class TestMode:
     Attributes:
         seed: Seed of the delays.
         longest_delay_seconds: Upper bound of a delay.
+        plans: Which plan is taken: the "fastest", the one by "kinds" of tensors, or the one with a single "alpha".
+        joint_attention: Whether attention runs over all slices of a layer at once also where it need not.
     """
 
     __test__ = False  # pytest takes a class of this name for a test case
 
     seed: int = 0
     longest_delay_seconds: float = 0.002
+    plans: Literal["fastest", "kinds", "alpha"] = "fastest"
+    joint_attention: bool = False
 
 
 class Delays:

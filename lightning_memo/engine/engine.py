@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_memo.artifacts.plan import HostBacked, SwapPlan
+from lightning_memo.artifacts.costs import Place
+from lightning_memo.artifacts.plan import StreamFromHost, SwapPlan
 from lightning_memo.engine.attention.attention_selector import AttentionSelector, WholeAttention
 from lightning_memo.engine.attention.hugging_face import attach_attention
 from lightning_memo.engine.attention.sliced_attention import StreamedAttention, StreamedUlysses
 from lightning_memo.engine.bootstrap_plan import bootstrap_plan
-from lightning_memo.engine.forward.as_written import run_eager
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.refuse_checkpointing import refuse_checkpoint_around
 from lightning_memo.engine.layers.argument_containers import Run, dicts_apart, unpack_container_arguments
 from lightning_memo.engine.layers.call_meter import CallPosition
 from lightning_memo.engine.layers.call_storage import StoragePolicy
-from lightning_memo.engine.layers.layer_run import run_of_call
+from lightning_memo.engine.layers.layer_run import LayerRun, SequenceRun, run_of_call
 from lightning_memo.engine.layers.pending_calls import MicroBatches, PendingCalls
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.layers.token_sharing import SequenceCutter, TokenSharing, check_bounds, has_global_slices
@@ -42,16 +42,21 @@ from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.offloaded_tensor import OffloadedTensor, real
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.modules.layer_classes import LayerClasses, RequestedSettings
-from lightning_memo.engine.modules.layer_forward import disable_compile, needs_grad, replace_forward, why_reads_cache
+from lightning_memo.engine.modules.layer_forward import (
+    disable_compile,
+    needs_grad,
+    replace_forward,
+    run_eager,
+    why_reads_cache,
+)
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.modules.slice_comparison import SliceComparison
 from lightning_memo.engine.modules.token_local_modules import attach_lazy_inputs, attach_rotary
 from lightning_memo.engine.recurrence import RecurrentStates, StateCall, handing
+from lightning_memo.engine.saved_tensors.call_arguments import parkable
 from lightning_memo.engine.saved_tensors.offload_group import OffloadGroups
-from lightning_memo.engine.saved_tensors.offloaded_arguments import parkable
-from lightning_memo.engine.sliced_model.sliced_layer_calls import SequenceRun, find_causal_lm, run_slice
-from lightning_memo.engine.sliced_model.sliced_model import SlicedModel
-from lightning_memo.engine.slices.slice_schedules import run_schedule, run_without_backward
+from lightning_memo.engine.sliced_model.sliced_model import SlicedModel, find_causal_lm
+from lightning_memo.engine.slices.slice_schedules import run_last_layer, run_schedule, run_without_backward
 from lightning_memo.engine.timeline_recorder import Subject, TimelineRecorder
 from lightning_memo.planner.token_slices import KEPT, SavedBytes, TokenRange
 from lightning_memo.utils.around_forward import has_user_hooks, leave_own_contexts, saves_on_cpu, why_without_hooks
@@ -100,7 +105,7 @@ class Engine:
             the engine is attached.
         layers: Its layers, of one or more stacks, each of which may be called any number of times in a step.
         device: Device on which the layers run.
-        settings: Engine settings, such as slice length and schedule.
+        settings: Engine settings, such as the length of slices.
         sharing: How the tokens of a batch are divided over processes. By default, this process holds all tokens.
 
     Attributes:
@@ -173,7 +178,7 @@ class Engine:
         self._undo += attach_rotary(self._model, self.layers, current)
         if self.settings.states_on_host:
             self._undo += attach_lazy_inputs(self._model, longest)
-        if self.settings.schedule == "slice":
+        if self.settings.stream_from_host == "model":
             self._undo.append(replace_forward(find_causal_lm(self._model), SlicedModel(self, longest)))
 
     def detach(self) -> None:
@@ -183,11 +188,11 @@ class Engine:
             self._undo.pop()()
         self.unload()
 
-    def cut(self, slice_tokens: int, host_backed: HostBacked) -> None:
+    def cut(self, slice_tokens: int, stream_from_host: StreamFromHost) -> None:
         """Forget the plan, and cut layers into slices from now on; see :class:`RequestedSettings` for the arguments."""
         self.detach()
         settings = self.settings
-        settings.slice_tokens, settings.host_backed, settings.storage = slice_tokens, host_backed, "alpha"
+        settings.slice_tokens, settings.stream_from_host, settings.by_kind = slice_tokens, stream_from_host, False
         self.layer_classes.forget()
         self.attach()
 
@@ -308,9 +313,7 @@ class Engine:
             self._warn(
                 f"save_on_cpu around {call.name} gets nothing of what its layers save, which is swapped or recomputed"
             )
-        if self.sequence is not None:
-            return run_slice(self, self.sequence, call, x.contiguous(), key)
-        return self._run_slices(call, x if self.swap.streamed else real(x), key, self.swap)
+        return self._run_managed(call, x if self.sequence or self.swap.streamed else real(x), key, self.swap)
 
     def _why_plainly(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> str:
         """Return why a layer can be neither swapped nor recomputed in this call; empty if it can."""
@@ -338,7 +341,7 @@ class Engine:
         if self.sequence or has_global_slices(self.sharing.current_layout.layout):
             raise ValueError(
                 f"{class_name(layer)} runs on one slice of the tokens after the other, and cannot run as in plain "
-                f'training, but {why}: use schedule="layer" without context_parallel_size, or change this'
+                f'training, but {why}: use stream_from_host="hidden" without context_parallel_size, or change this'
             )
         self._warn(f"{class_name(layer)} runs as in plain training, because {why}")
         self.ran_plainly = True
@@ -360,13 +363,27 @@ class Engine:
             self._start_profile(call, x)
         slices = self.slices_for(traits := self.sharing.agreed(self.layer_classes.of(call, x), x.device), call.tokens)
         check_bounds(call.layout, slices)
-        on_host = self.swap is not None and self.swap.host_backed == "all" and self.sequence is None
+        on_host = self.swap is not None and self.swap.gradients_on_host and self.sequence is None
         policy = StoragePolicy(self.memory, swap=True, per_slice=True, states_on_host=on_host)
         run = run_of_call(self, call, x, CallPosition(0, 0), slices, policy, traits, measured=False)
         return run_without_backward(run, x)
 
-    def _run_slices(self, call: LayerCall, given: Tensor, key: int, swap: SwapPlan) -> Any:
-        tokens, x = call.tokens, given.contiguous()
+    def _run_managed(self, call: LayerCall, given: Tensor, key: int, swap: SwapPlan) -> Any:
+        """Run a layer by the plan, or for a profile, on all tokens of its input or on a slice of the sequence."""
+        x, sequence = given.contiguous(), self.sequence
+        if sequence is None:
+            run = self._begin_call(call, x, key, swap)
+        else:
+            run = self._begin_in_sequence(call, x, key, swap, sequence)
+        self.calls.add(key, run)
+        if sequence is not None and call.layer is self.layers[-1]:
+            y, sequence.output = run_last_layer(run, x)
+            return y
+        nested = not run.whole and (self.settings.joint_attention or run.joint_attention)
+        return run_schedule(run, x, given, nested)
+
+    def _begin_call(self, call: LayerCall, x: Tensor, key: int, swap: SwapPlan) -> LayerRun:
+        tokens = call.tokens
         own = traits = self.layer_classes.of(call, x)  # before the first mark, as a proof takes long
         slices = self.slices_for(traits, tokens, key)
         due, lengths = self.comparison.due(key, swap.calls), [*(part.tokens for part in slices), tokens]
@@ -374,22 +391,55 @@ class Engine:
             traits = self.layer_classes.of(call, x)
         if (traits := self.sharing.agreed(traits, x.device)) is not own:
             slices = self.slices_for(traits, tokens, key)
-        self.settings.check(traits, tokens, has_global_slices(call.layout))
+        self.settings.check(traits, has_global_slices(call.layout))
         if self._runs_whole(swap, traits) and not swap.storage.has_one_alpha:
             self.limits.exceed()  # slots and rounding buffers were planned for slices
         self.mark(key, "forward_begin", Subject(key))
         check_bounds(call.layout, slices)
-        leaves, fp8 = swap.streamed or key < swap.swapped_calls, swap.precision == "fp8" and not traits.unsliceable
-        policy = StoragePolicy(
-            self.memory, leaves, swap.streamed, swap.slot_disk_bytes(key), swap.host_backed == "all", fp8
-        )
+        leaves, on_host = swap.streamed or key < swap.swapped_calls, swap.gradients_on_host
+        sizes: dict[Place, int] = {"disk": swap.slot_disk_bytes(key)}
+        policy = StoragePolicy(self.memory, leaves, swap.streamed, sizes, on_host)
         run = run_of_call(self, call, x, CallPosition(key, key), slices, policy, traits)
-        self.limits.begin_call(key, call.batch * call.tokens)
+        self.limits.begin_call(key, call.batch * tokens)
         if self.profile is not None:
-            self.profile.resize(key, call.batch, call.tokens, slices[0].tokens)
+            self.profile.resize(key, call.batch, tokens, slices[0].tokens)
             self.profile.handed(key, traits.saved)
-        self.calls.add(key, run)
-        return run_schedule(run, x, given, not run.whole and "nest" in (self.settings.schedule, traits.schedule))
+        return run
+
+    def _begin_in_sequence(
+        self, call: LayerCall, x: Tensor, key: int, swap: SwapPlan, sequence: SequenceRun
+    ) -> LayerRun:
+        layer = key % len(self.layers)
+        position = CallPosition(layer, key, sequence.index)
+        saved = self._check_in_sequence(call, x, key, sequence) if sequence.index == 0 else ()
+        self.mark(key, "forward_begin", position.subject)
+        assert self.memory is not None
+        sequence.enter(call, self.memory)
+        if self.profile is not None and sequence.index == 0:
+            self.parked = sequence.arguments.saved
+            self.profile.handed(layer, saved)
+        slices, traits = (
+            (TokenRange(0, call.tokens, sequence.slice.places),),
+            LayerTraits("", routes=self.layer_classes.routes),
+        )
+        policy = StoragePolicy(self.memory, swap=True, per_slice=True)
+        run = run_of_call(self, call, x, position, slices, policy, traits, sequence=sequence)
+        self.limits.begin_call(key, parts=len(sequence.slices))
+        return run
+
+    def _check_in_sequence(self, call: LayerCall, x: Tensor, key: int, sequence: SequenceRun) -> tuple[SavedBytes, ...]:
+        """Check a layer on the first slice of a sequence (the last one may be too short), and return what it saves.
+
+        Raises:
+            ValueError: The layer cannot run slice after slice.
+        """
+        traits = self.sharing.agreed(self.layer_classes.of(call, x), x.device)
+        if (why := traits.unsliceable or traits.needs_full_attention) and call.tokens > 1:
+            raise self.settings.backing_error(why)
+        due = self.comparison.due(key, len(self.layers))
+        if call.tokens > 1:
+            self.comparison.ends_slices(call, x, traits, [call.tokens, sequence.tokens], due, needs_slices=True)
+        return traits.saved
 
     def _start_profile(self, call: LayerCall, x: Tensor) -> None:
         """Begin a step in which every layer is recomputed, with memory for just that."""
@@ -415,7 +465,7 @@ class Engine:
         self.swap, tokens = swap, slices[-1].stop
         short = self.settings.may_stream and call.tokens <= (self.settings.slice_tokens or 0) and not sliced
         self.limits.profile(call.batch * tokens, short)
-        self.profile = StepProfile(self.device, call.batch, tokens, slices[0].tokens, self.settings.storage != "alpha")
+        self.profile = StepProfile(self.device, call.batch, tokens, slices[0].tokens, self.settings.by_kind)
         self.profile.setup_seconds = time.perf_counter() - started
 
     def streamed_attention(self, slices: Sequence[TokenRange]) -> StreamedAttention | StreamedUlysses:
@@ -425,7 +475,7 @@ class Engine:
             slices: The slices of this process's tokens.
         """
         assert self._reader is not None and self.swap is not None
-        host = self.memory if self.swap.host_backed == "all" else None
+        host = self.memory if self.swap.gradients_on_host else None
         return self.attention.streamed(slices, self._reader, host)
 
     def mark(self, key: int, name: str, subject: Subject) -> None:

@@ -6,11 +6,12 @@ import math
 
 import torch
 
-from lightning_memo.artifacts.costs import INPUT
+from lightning_memo.artifacts.costs import INPUT, Place
 from lightning_memo.artifacts.plan import SwapPlan
 from lightning_memo.engine.layers.token_sharing import SequenceCutter
 from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.disk import DiskStore
+from lightning_memo.engine.memory.places import Store
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.modules.layer_classes import RequestedSettings
 from lightning_memo.engine.timeline_recorder import TimelineRecorder
@@ -25,7 +26,7 @@ def allocate_slots(
     recorder: TimelineRecorder,
     most_host_bytes: float = math.inf,
 ) -> SlotMemory:
-    """Allocate the rounding buffers, the host memory and the spill file of a plan.
+    """Allocate the rounding buffers of a plan, and its memory in all places.
 
     Args:
         swap: The plan.
@@ -37,24 +38,25 @@ def allocate_slots(
     Raises:
         DiskError: The disk does not have the space for what the plan spills.
     """
-    spill = None
+    others: dict[Place, Store] = {}
     if settings.disk_path is not None and swap.disk_bytes:
-        spill = DiskStore(settings.disk_path, swap.disk_bytes, swap.disk_layout, device, settings.test_mode, recorder)
+        layout = swap.disk_layout
+        others["disk"] = DiskStore(settings.disk_path, swap.disk_bytes, layout, device, settings.test_mode, recorder)
     memory, host_bytes = swap.memory, swap.host_bytes
     if most_host_bytes < host_bytes:
-        others = memory.gradients + memory.states + swap.disk_layout.bounce_bytes
+        fixed = memory.gradients + memory.states + swap.disk_layout.bounce_bytes
         size = max((memory.host - memory.gradients - memory.states) // max(swap.swapped_calls, 1), 1)
-        host_bytes = others + max(int(most_host_bytes) - others, 0) // size * size
+        host_bytes = fixed + max(int(most_host_bytes) - fixed, 0) // size * size
     return SlotMemory(
         memory.slot, host_bytes, device, settings.test_mode, gradient_bytes=memory.gradients,
-        state_bytes=memory.states, spill=spill, recorder=recorder, device_bytes=swap.host_bytes - host_bytes,
+        state_bytes=memory.states, recorder=recorder, device_bytes=swap.host_bytes - host_bytes, others=others,
     )  # fmt: skip
 
 
 def open_reader(memory: SlotMemory, swap: SwapPlan) -> BlockReader:
     """Allocate the buffers through which blocks of keys and values come back from the host."""
     # One block is computed with while another arrives; gradients are also on their way back.
-    return memory.reader(3 if swap.host_backed == "all" else 2, swap.memory.staging)
+    return memory.reader(3 if swap.gradients_on_host else 2, swap.memory.staging)
 
 
 def why_made_for_others(swap: SwapPlan, settings: RequestedSettings, sliced_outside: bool | None) -> str:
@@ -65,16 +67,15 @@ def why_made_for_others(swap: SwapPlan, settings: RequestedSettings, sliced_outs
         settings: The settings that were requested.
         sliced_outside: Whether context-parallel processes share each slice; `None` if there is one such process.
     """
-    if "slice" in (swap.schedule, settings.schedule) and swap.schedule != settings.schedule:
-        return f'it was made for schedule="{swap.schedule}"'
-    if settings.storage == "alpha" and not (swap.plain or swap.storage.has_one_alpha):
-        return 'it was made for storage="kinds"'
-    if not swap.plain and swap.precision != settings.swap_precision:
-        return f'it was made for swap_precision="{swap.precision}"'
-    if why := why_not_stored(swap.storage, "nest" in (swap.schedule, settings.schedule)):
+    whole = swap.storage.tokens > (settings.slice_tokens or 0) and settings.stream_from_host == "model"
+    if (whole or swap.stream_from_host == "model") and swap.stream_from_host != settings.stream_from_host:
+        return f'it was made for stream_from_host="{swap.stream_from_host}"'
+    if not (settings.by_kind or swap.plain or swap.storage.has_one_alpha):
+        return "it names a place for each kind of tensor, and these settings take a single alpha"
+    if why := why_not_stored(swap.storage, swap.joint_attention or settings.joint_attention):
         return why
     if sliced_outside is not None and swap.streamed != sliced_outside:
-        return f'it was made for host_backed="{swap.host_backed}"'
+        return f'it was made for stream_from_host="{swap.stream_from_host}"'
     if swap.disk_bytes and settings.disk_path is None:
         return f"it spills {format_bytes(swap.disk_bytes)} to a disk, and no disk_path is given"
     return ""
@@ -89,7 +90,7 @@ def runs_whole(swap: SwapPlan, unsliceable: str, needs_full_attention: str) -> b
         needs_full_attention: Why its attention cannot run slice after slice; empty if it can.
     """
     return bool(unsliceable) or (
-        bool(needs_full_attention) and not swap.storage.stores_attention and swap.schedule != "nest"
+        bool(needs_full_attention) and not swap.storage.stores_attention and not swap.joint_attention
     )
 
 

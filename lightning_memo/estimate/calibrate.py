@@ -29,7 +29,6 @@ from lightning_memo.estimate.cluster import Cluster, Constants, cluster_of, cons
 from lightning_memo.estimate.command import read_count
 from lightning_memo.estimate.request import EstimateRequest, Parallelism
 from lightning_memo.estimate.step_times import LayerTimes, head_seconds, layer_times, loss_seconds
-from lightning_memo.planner.step_time import steady
 from lightning_memo.shapes.hf_config import shape_of
 from lightning_memo.shapes.model_shape import ModelShape
 from lightning_memo.utils.files import replacing
@@ -417,3 +416,30 @@ def _host_efficiency(layers: Sequence[LayerMeasurement], cluster: Cluster) -> fl
             "host_bandwidth of the measured machine"
         )
     return copied / alone
+
+
+def steady(costs: LayerCosts) -> LayerCosts:
+    """Replace the times of each layer call by the median over the calls of the same sizes.
+
+    In a first step, kernels are selected, caches are filled and pages are touched for the first time, which slows down
+    single calls, above all the first. Layers of the same sizes do the same work, so the median is the time of each once
+    warm, and a single cold call does not decide the plan through the overlap constraint of the slowest layer.
+
+    Args:
+        costs: Costs as measured in the first step.
+    """
+    sizes = list(zip(costs.input_bytes, costs.attention_bytes, costs.other_bytes, strict=True))
+
+    def medians(seconds: tuple[float, ...]) -> tuple[float, ...]:
+        alike: dict[tuple[int, int, int], list[float]] = {}
+        for size, value in zip(sizes, seconds, strict=True):
+            alike.setdefault(size, []).append(value)
+        middle = {size: median(values) for size, values in alike.items()}
+        return tuple(middle[size] for size in sizes)
+
+    return replace(
+        costs,
+        forward_seconds=medians(costs.forward_seconds),
+        backward_seconds=medians(costs.backward_seconds),
+        recompute_seconds=medians(costs.recompute_seconds),
+    )

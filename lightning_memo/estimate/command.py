@@ -16,7 +16,6 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lightning_memo.artifacts.slot_layouts import SwapPrecision
 from lightning_memo.cli.hydra_command import (
     command_error_message,
     config_dir,
@@ -43,8 +42,7 @@ from lightning_memo.estimate.tables import print_answer
 from lightning_memo.estimate.what_would_fit import changes_that_fit
 from lightning_memo.utils.units import parse_bytes, read_length
 
-HostBackedSetting = Literal["auto", "attention", "all"]
-ScheduleSetting = Literal["auto", "layer", "slice"]
+StreamSetting = Literal["auto", "attention", "hidden", "model"]
 _MAX_COUNT: Final = 2**20
 _SCHEDULE: Final = "pipeline_schedule"
 SIZES: Final = ("tp", "cp", "dp", "pp", "zero_stage", "expert_parallel_size", "virtual_pipeline_size", _SCHEDULE)
@@ -102,7 +100,6 @@ def read_settings(settings: Mapping[str, Any], model: str) -> CommandSettings:
         precision=_choice("precision", settings["precision"], get_args(Precision)),
         zero_shard_size=_shard_size(settings["zero_shard_size"]),
         zero_communication=_choice("zero_communication", settings["zero_communication"], get_args(ZeroCommunication)),
-        swap_precision=_choice("swap_precision", settings["swap_precision"], get_args(SwapPrecision)),
         slices=_slices(settings),
         disk_bytes=_spill_bytes(settings["disk_memory"]),
     )
@@ -176,19 +173,16 @@ def _spill_bytes(value: Any) -> int:
 
 def _slices(settings: Mapping[str, Any]) -> Slices | None:
     """Reads the settings for slices, whose names and rules are those of `MemoStrategy`."""
-    if settings["host_backed"] == "none":
+    if settings["stream_from_host"] == "none":
         raise ValueError(
-            "host_backed=none: the first step does not run in slices without keys and values on the "
-            "host, so slices save "
-            "no memory; leave slice_tokens and host_backed out, or give host_backed=attention or all"
+            "stream_from_host=none: the first step does not run in slices without keys and values on the host, so "
+            "slices save no memory; leave slice_tokens and stream_from_host out, or give stream_from_host=attention"
         )
-    backed = _choice("host_backed", settings["host_backed"], get_args(HostBackedSetting))
-    schedule = _choice("schedule", settings["schedule"], get_args(ScheduleSetting))
+    stream = _choice("stream_from_host", settings["stream_from_host"], get_args(StreamSetting))
     if settings["slice_tokens"] == "auto":
-        if backed != "auto" or schedule == "slice":
+        if stream != "auto":
             raise ValueError(
-                f"host_backed={backed} schedule={schedule}: needs slices; give slice_tokens as well, for example "
-                "slice_tokens=64K"
+                f"stream_from_host={stream}: needs slices; give slice_tokens as well, for example slice_tokens=64K"
             )
         return None
     if settings["method"] != "memo":
@@ -197,14 +191,7 @@ def _slices(settings: Mapping[str, Any]) -> Slices | None:
             "slice_tokens out, or give method=memo"
         )
     tokens = read_length("slice_tokens", settings["slice_tokens"], ", or auto")
-    if schedule == "slice":
-        if backed == "attention":
-            raise ValueError(
-                "schedule=slice contradicts host_backed=attention: it keeps everything "
-                "but one slice on the host; give host_backed=all, or leave it out"
-            )
-        return Slices(tokens=tokens, host_backed="all", schedule="slice")
-    return Slices(tokens=tokens, host_backed="attention" if backed == "auto" else backed)
+    return Slices(tokens=tokens, stream_from_host="attention" if stream == "auto" else stream)
 
 
 def _forced(settings: Any) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from lightning_memo.artifacts.costs import (
     ATTENTION,
-    INPUT,
     OTHER,
     PLACES,
     Budget,
@@ -15,6 +14,7 @@ from lightning_memo.artifacts.costs import (
     LayerCosts,
     Product,
     StorageCosts,
+    is_product,
 )
 from lightning_memo.artifacts.plan import CallPlan, Plan
 from lightning_memo.estimate.cluster import DISK
@@ -34,7 +34,7 @@ from lightning_memo.estimate.slice_settings import saved_bytes
 from lightning_memo.estimate.step_buffers import HuggingFaceStep, SlicedStep
 from lightning_memo.estimate.step_times import layer_times, memory_rate, outside_seconds, streamed_seconds
 from lightning_memo.parallel.pipeline.stage_order import most_in_flight
-from lightning_memo.planner.storage_planner import recompute_seconds
+from lightning_memo.planner.step_time import recompute_seconds
 from lightning_memo.planner.token_slices import SavedBytes
 
 _KERNEL_SECONDS: Final = 3e-6
@@ -54,8 +54,6 @@ def estimated_layer_costs(request: EstimateRequest, parallel: Parallelism) -> La
     # A stage of a pipeline keeps its input and its output for each micro-batch in flight.
     waiting = 2 * max(run["input_bytes"][0] for run in runs) * (sequences_in_flight(request, parallel) - 1)
     transient, in_backward = transient + waiting, in_backward + waiting
-    if request.swap_precision != "exact":
-        in_backward += alive * restored_bytes_per_token(request, parallel)
     # All devices of a node share its disk.
     write, read = (getattr(request.cluster, name) or 0.0 for name in DISK) if request.disk_bytes else (0.0, 0.0)
     return LayerCosts(
@@ -94,7 +92,7 @@ def _costs_of_run(request: EstimateRequest, parallel: Parallelism, bandwidth: fl
         forward, backward = streamed_seconds(request, request.sliced, times, kept, bandwidth)
     if request.swaps:
         forward += 2 * tokens * (kept.input + kept.attention) / memory_rate(request)  # copied into a slot
-    return _compression(request, kept, tokens, calls) | {
+    return {
         "input_bytes": (tokens * kept.input,) * calls,
         "attention_bytes": (tokens * kept.attention,) * calls,
         "other_bytes": (tokens * kept.others,) * calls,
@@ -111,28 +109,6 @@ def _kept(request: EstimateRequest, parallel: Parallelism) -> LayerActivations:
         sizes=request.element_bytes,
         tensor_parallel=parallel.tp,
     )
-
-
-def _compression(
-    request: EstimateRequest, kept: LayerActivations, tokens: int, calls: int
-) -> dict[str, tuple[Any, ...]]:
-    """Bytes and seconds of compression by field of `LayerCosts`; nothing if activations are swapped as they are.
-
-    A tensor is read for the scales and for the values. It is written twice when it is restored, and read in between.
-    """
-    if request.swap_precision == "exact":
-        return {}
-    compress, restore = 2 * kept.compressible + kept.compressed, 3 * kept.compressible + kept.compressed
-    return {
-        "swapped_other_bytes": (tokens * (kept.others - kept.compressible + kept.compressed),) * calls,
-        "compress_seconds": (tokens * compress / memory_rate(request),) * calls,
-        "restore_seconds": (tokens * restore / memory_rate(request),) * calls,
-    }
-
-
-def restored_bytes_per_token(request: EstimateRequest, parallel: Parallelism) -> int:
-    """Bytes per token of the tensors that are restored at once, in the layer with most of them."""
-    return max(_kept(run, parallel).restored for run in request.runs(parallel))
 
 
 def largest_slot(costs: LayerCosts, alpha: float) -> int:
@@ -230,9 +206,6 @@ def estimated_storage_costs(request: EstimateRequest, parallel: Parallelism, cos
             attention_seconds=times.attention_forward,
             elementwise_seconds=max(times.recompute - sum(product.seconds for product in products), 0.0),
             window_tokens=run.shape.window,
-            swapped_other_bytes=None if costs.swapped_other_bytes is None else costs.swapped_other_bytes[first],
-            compress_seconds=0.0 if costs.compress_seconds is None else costs.compress_seconds[first],
-            restore_seconds=0.0 if costs.restore_seconds is None else costs.restore_seconds[first],
         )
         calls += [call] * run.shape.layers
     return StorageCosts.of_step(calls, costs)
@@ -313,8 +286,7 @@ def shares_by_place(plan: Plan) -> Storage:
     for call, stored, count in zip(costs.classes, storage.calls, costs.class_calls, strict=True):
         for kind in call.kinds:
             own: dict[str, float] = {place: stored.tokens(kind, place) / costs.tokens for place in places}
-            product = kind not in (INPUT, ATTENTION, OTHER)
-            with_others = stored.tokens(OTHER) / costs.tokens if product else 0.0
+            with_others = stored.tokens(OTHER) / costs.tokens if is_product(kind) else 0.0
             own["recompute"] = 1.0 - sum(own.values()) - with_others
             calls[kind] += count
             sums = shares.setdefault(kind, dict.fromkeys(own, 0.0))
@@ -331,6 +303,5 @@ def storable_tensors(
         sizes=request.element_bytes,
         tokens=tokens,
         tensor_parallel=tensor_parallel,
-        swap_precision=request.swap_precision,
     )
     return [*saved, *(SavedBytes(product.name, product.size_bytes) for product in products)]

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal, get_args
 
 from lightning_memo.artifacts.json_documents import check_range
-from lightning_memo.artifacts.slot_layouts import SwapPrecision
 from lightning_memo.estimate.cluster import Cluster, Constants
 from lightning_memo.estimate.layer_buffers import has_known_buffers
 from lightning_memo.estimate.saved_tensors import ElementBytes, Precision, bytes_of
@@ -31,7 +30,7 @@ Method = Literal["memo", "full_recompute", "full_swap", "plain"]
 _SUCCESSORS: Final = {
     "megatron": "method=full_recompute",
     "deepspeed_ulysses": "method=full_recompute parallel.zero_stage=3",
-    "fpdt": "method=memo slice_tokens=64K host_backed=all",
+    "fpdt": "method=memo slice_tokens=64K stream_from_host=hidden",
 }
 """Methods of earlier versions, and settings for this project's training that are closest to them."""
 
@@ -147,9 +146,6 @@ class EstimateRequest:
 
     zero_communication: ZeroCommunication = "none"
     """How ZeRO sends weights and gradients."""
-
-    swap_precision: SwapPrecision = "exact"
-    """How activations are swapped."""
 
     slices: Slices | None = None
     """Settings for layers that run slice by slice, or None to run layers on whole sequences."""
@@ -320,12 +316,7 @@ def check_request(request: EstimateRequest) -> None:
         ValueError: The message is one line with the setting and what to give instead.
     """
     why_not = ""
-    if request.swap_precision != "exact" and not request.swaps:
-        why_not = (
-            f"swap_precision={request.swap_precision} is estimated for methods that swap: leave it out, or give "
-            "method=memo"
-        )
-    if request.disk_bytes and not why_not:
+    if request.disk_bytes:
         why_not = _why_not_spilled(request)
     if request.slices is not None and not why_not:
         why_not = _why_not_sliced(request)
@@ -353,10 +344,14 @@ def _why_not_sliced(request: EstimateRequest) -> str:
             "slice_tokens is estimated only for method=memo and dense models with layers of Llama or Qwen3: leave it "
             "out"
         )
-    if request.slices.schedule == "slice" and request.gpus > 1:
+    if request.slices.stream_from_host == "model" and request.gpus > 1:
         return (
-            f"schedule=slice is estimated for one GPU only: give gpus=1 instead of {request.gpus}, or host_backed=all"
+            f"stream_from_host=model is estimated for one GPU only: give gpus=1 instead of {request.gpus}, or "
+            "stream_from_host=hidden"
         )
-    if request.slices.schedule == "slice" and request.element_bytes.copies_weights:
-        return "schedule=slice is not estimated for precision=bf16-mixed: give precision=bf16-true, or host_backed=all"
+    if request.slices.stream_from_host == "model" and request.element_bytes.copies_weights:
+        return (
+            "stream_from_host=model is not estimated for precision=bf16-mixed: give precision=bf16-true, or "
+            "stream_from_host=hidden"
+        )
     return ""

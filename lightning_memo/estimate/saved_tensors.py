@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from lightning_memo.artifacts.slot_layouts import BLOCK, compressed_bytes
 from lightning_memo.shapes.model_shape import SINGLE_OPERATIONS, LatentAttention, ModelShape
 
 Precision = Literal["bf16-true", "bf16-mixed", "32-true"]
@@ -75,9 +74,6 @@ def bytes_of(precision: Precision, devices: int) -> ElementBytes:
     )
 
 
-_EXACT: Final = ("query", "key", "value", "residual", "tanh")  # of attention, and of a norm that subtracts a mean
-_LEAST_SHARE: Final = 4  # of the layer's input, as in `lightning_memo.engine.saved_tensors.compression`
-
 INT64 = 8
 _BOOL = 1
 GPT_OSS_TENSORS = ("gate", "up", "clamped gate", "sigmoid", "activated gate", "up + 1", "activated")
@@ -98,17 +94,6 @@ class SavedTensor:
     def bytes_per_token(self) -> int:
         return self.width * self.element_bytes
 
-    def compressed_bytes_per_token(self, hidden: int) -> int | None:
-        """Bytes with `swap_precision="fp8"`, or None if the tensor stays exact.
-
-        Args:
-            hidden: Elements per token of the layer's input.
-        """
-        small = _LEAST_SHARE * self.width < hidden or self.element_bytes < 2
-        if self.kind != "other" or self.name in _EXACT or small:
-            return None
-        return -(-self.width * compressed_bytes(BLOCK, self.element_bytes) // BLOCK)
-
 
 @dataclass(frozen=True, slots=True)
 class LayerActivations:
@@ -122,15 +107,6 @@ class LayerActivations:
 
     others: int
     """S_others."""
-
-    compressible: int = 0
-    """Part of S_others that `swap_precision="fp8"` compresses."""
-
-    compressed: int = 0
-    """Bytes of this part when it is compressed."""
-
-    restored: int = 0
-    """Bytes of the two largest tensors of this part, which one operation of the backward may read."""
 
     @property
     def total(self) -> int:
@@ -146,21 +122,9 @@ def layer_activations(shape: ModelShape, *, sizes: ElementBytes, tensor_parallel
         tensor_parallel: Number of tensor-parallel devices. Each of them routes the tokens of all.
     """
     sums = {"input": 0, "attention": 0, "other": 0}
-    compressible, compressed = [0], 0
     for tensor in saved_tensors(shape, sizes=sizes, tensor_parallel=tensor_parallel):
         sums[tensor.kind] += tensor.bytes_per_token
-        size = tensor.compressed_bytes_per_token(shape.hidden)
-        if size is not None:
-            compressible.append(tensor.bytes_per_token)
-            compressed += size
-    return LayerActivations(
-        sums["input"],
-        sums["attention"],
-        sums["other"],
-        compressible=sum(compressible),
-        compressed=compressed,
-        restored=sum(sorted(compressible)[-2:]),
-    )
+    return LayerActivations(sums["input"], sums["attention"], sums["other"])
 
 
 def saved_tensors(shape: ModelShape, *, sizes: ElementBytes, tensor_parallel: int = 1) -> tuple[SavedTensor, ...]:

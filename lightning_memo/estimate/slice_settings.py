@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from lightning_memo.artifacts.json_documents import check_range
-from lightning_memo.artifacts.plan import HostBacked, StoragePlan
-from lightning_memo.artifacts.slot_layouts import SwapPrecision
+from lightning_memo.artifacts.plan import StoragePlan, StreamFromHost
 from lightning_memo.estimate.saved_tensors import FP32, ElementBytes, saved_tensors
 from lightning_memo.planner.host_backed_sizes import StreamedBytes, host_backed_sizes
 from lightning_memo.planner.token_slices import SavedBytes, slices_of
@@ -32,15 +31,13 @@ class Slices:
     tokens: int
     """`slice_tokens`: maximum number of tokens that run through a layer at once."""
 
-    host_backed: HostBacked = "attention"
-    schedule: Literal["layer", "slice"] = "layer"
+    stream_from_host: StreamFromHost = "attention"
 
     def __post_init__(self) -> None:
         check_range(self, {"tokens": 1})
 
     def __str__(self) -> str:
-        backed = "schedule=slice" if self.schedule == "slice" else f"host_backed={self.host_backed}"
-        return f"slice_tokens={self.tokens} {backed}"
+        return f"slice_tokens={self.tokens} stream_from_host={self.stream_from_host}"
 
     def key_value_gradient_bytes(self, shape: ModelShape) -> int:
         """Bytes per token of the gradients of keys and values, which are accumulated in fp32."""
@@ -49,7 +46,7 @@ class Slices:
     @property
     def states_on_host(self) -> bool:
         """Whether hidden states between layers are on the host, and layers compute their tables slice by slice."""
-        return self.host_backed == "all" and self.schedule == "layer"
+        return self.stream_from_host == "hidden"
 
     def kept_tables_bytes(self, shape: ModelShape, sizes: ElementBytes) -> int:
         """Bytes per token of the position tables that each layer saves for itself."""
@@ -61,7 +58,6 @@ class Slices:
         *,
         sizes: ElementBytes,
         plan: StoragePlan,
-        swap_precision: SwapPrecision = "exact",
     ) -> StreamedBytes:
         """Return the sizes of host and staging buffers, by the code that training uses.
 
@@ -69,18 +65,16 @@ class Slices:
             shape: Shape of the model.
                 sizes: Sizes of elements.
             plan: The plan.
-            swap_precision: How they are swapped.
         """
-        saved = list(saved_bytes(shape, sizes=sizes, tokens=self.tokens, swap_precision=swap_precision))
+        saved = list(saved_bytes(shape, sizes=sizes, tokens=self.tokens))
         shared = [tables_bytes(shape, sizes) // 2] * 2 + [_INT64] * 2
         if self.states_on_host:
             saved += [SavedBytes("other", self.tokens * size) for size in shared[:2]]
         return host_backed_sizes(
             [(saved, self.tokens)] * shape.layers,
             slices_of(plan, 0, plan.tokens),
-            self.host_backed,
+            self.stream_from_host,
             gradient_bytes=self.key_value_gradient_bytes(shape),
-            schedule=self.schedule,
             shared=[SavedBytes("shared", self.tokens * size) for size in shared],
         )
 
@@ -91,7 +85,6 @@ def saved_bytes(
     sizes: ElementBytes,
     tokens: int,
     tensor_parallel: int = 1,
-    swap_precision: SwapPrecision = "exact",
 ) -> Iterator[SavedBytes]:
     """Yield the tensors that a layer saves, in the form that the planner takes.
 
@@ -100,15 +93,9 @@ def saved_bytes(
         sizes: Sizes of elements.
         tokens: Number of tokens in the layer's input.
         tensor_parallel: Number of tensor-parallel devices.
-        swap_precision: How tensors are swapped.
     """
     for tensor in saved_tensors(shape, sizes=sizes, tensor_parallel=tensor_parallel):
-        moved = None if swap_precision == "exact" else tensor.compressed_bytes_per_token(shape.hidden)
-        yield SavedBytes(
-            _ROLES.get(tensor.name, "other"),
-            tokens * tensor.bytes_per_token,
-            swapped_bytes=None if moved is None else tokens * moved,
-        )
+        yield SavedBytes(_ROLES.get(tensor.name, "other"), tokens * tensor.bytes_per_token)
 
 
 def tables_bytes(shape: ModelShape, sizes: ElementBytes) -> int:

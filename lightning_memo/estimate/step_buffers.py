@@ -195,7 +195,7 @@ class SlicedStep(HuggingFaceStep):
     @override
     def outside_bytes(self) -> int:
         """Highest peak in the forward, the loss and the optimizer."""
-        if self.slices.schedule == "slice":
+        if self.slices.stream_from_host == "model":
             tail = self._tail().lower_bound_bytes
             return max(self._first_run(1), tail, self._optimizer().lower_bound_bytes)
         peaks = (self._first_run(_PROBED_SLICES), self._run_slice(), self._optimizer().lower_bound_bytes)
@@ -205,7 +205,7 @@ class SlicedStep(HuggingFaceStep):
     @override
     def layers_bytes(self) -> int:
         """Highest peak in the backward of layers, in a slice whose gradients add to those of the slice before."""
-        if self.slices.schedule == "slice":
+        if self.slices.stream_from_host == "model":
             b = self.shared(self.shape.layers)
             b.make(self._arguments)  # arguments of the next slice
             self._part().differentiate(b, b.make(self._part().stream))
@@ -213,7 +213,7 @@ class SlicedStep(HuggingFaceStep):
         missing = 0
         if not self.gradients_stay and self.shape.adapters is None and not self.shape.tied:
             missing = self._weights[0] * self.sizes.gradient  # the gradient of the embeddings comes last
-        if self.slices.host_backed == "attention":
+        if self.slices.stream_from_host == "attention":
             return self._around_on_device().lower_bound_bytes - missing
         return max(self._around_on_host().lower_bound_bytes - missing, self._embedding_bytes)
 
@@ -254,10 +254,10 @@ class SlicedStep(HuggingFaceStep):
 
     @override
     def shared(self, calls: int) -> Buffers:
-        if self.slices.schedule == "layer" and self.slices.host_backed == "attention":
+        if self.slices.stream_from_host == "attention":
             return super().shared(calls)
         b = Buffers()
-        if self.slices.schedule == "slice":  # one generator state for all layers and slices
+        if self.slices.stream_from_host == "model":  # one generator state for all layers and slices
             b.make(self._arguments if calls else 0)
             b.make(RNG_STATE_BYTES if calls else 0)
         else:
@@ -272,7 +272,7 @@ class SlicedStep(HuggingFaceStep):
         b = self.shared(3)
         if self.slices.states_on_host:
             b.make(tables_bytes(self.shape, self.sizes) * part.tokens)
-        whole = self.slices.schedule == "layer" and self.slices.host_backed == "attention"
+        whole = self.slices.stream_from_host == "attention"
         b.make(self.stream if whole else part.stream)  # embeddings
         b.make(part.stream)  # copy of the layer's input
         part.run(b)
@@ -282,7 +282,7 @@ class SlicedStep(HuggingFaceStep):
         """Peak of the forward of a slice, with the layer's input and output."""
         part = self._part()
         b = self.shared(self.shape.layers)
-        if self.slices.host_backed == "all":
+        if self.slices.stream_from_host != "attention":
             b.make(tables_bytes(self.shape, self.sizes) * part.tokens)
             b.make(4 * part.stream)  # this slice, the next one, and outputs that are copied to the host
         else:
@@ -294,7 +294,7 @@ class SlicedStep(HuggingFaceStep):
 
     @property
     def _loss_bytes(self) -> int:
-        if self.slices.host_backed == "attention":
+        if self.slices.stream_from_host == "attention":
             return self.peak_of_loss
         return max(self._streamed_loss(), self._streamed_norm())
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from lightning_memo.artifacts.costs import ATTENTION, INPUT, OTHER, LayerCosts
-from lightning_memo.artifacts.plan import Plan, PlanMemory, SwapPlan
+from lightning_memo.artifacts.plan import Plan
 from lightning_memo.estimate.device_bytes import (
     device_state_bytes,
     fullest_stages,
@@ -51,8 +51,6 @@ from lightning_memo.estimate.training_plan import (
     training_plan,
 )
 from lightning_memo.planner import HostMemoryError
-from lightning_memo.planner.step_time import step_seconds
-from lightning_memo.planner.token_slices import plan_of_alpha
 from lightning_memo.utils.units import format_bytes
 
 _KINDS = {INPUT: "layer inputs", ATTENTION: "attention outputs", OTHER: "all other tensors"}
@@ -352,17 +350,8 @@ def _resident(
 
 def _seconds(request: EstimateRequest, parallel: Parallelism, costs: LayerCosts) -> float:
     """Time of the layers and the head without any copies."""
-    nothing, recomputes = (0,) * costs.calls, request.recomputes_all
-    computing = replace(
-        costs,
-        input_bytes=nothing,
-        attention_bytes=nothing,
-        other_bytes=nothing,
-        recompute_seconds=_recompute_seconds(request, parallel) if recomputes else (0.0,) * costs.calls,
-    )
-    recomputed = plan_of_alpha(costs.tokens, 0.0, costs.calls)
-    alone = SwapPlan(storage=recomputed, memory=PlanMemory(), schedule="layer")
-    return step_seconds(computing, alone)
+    again = sum(_recompute_seconds(request, parallel)) if request.recomputes_all else 0.0
+    return costs.outside_seconds + sum(costs.forward_seconds) + sum(costs.backward_seconds) + again
 
 
 def _recompute_seconds(request: EstimateRequest, parallel: Parallelism) -> tuple[float, ...]:

@@ -242,7 +242,7 @@ def streamed_seconds(
     """
     shape, tokens = request.shape, request.seq_len
     keys_and_values = 2 * shape.kv_heads * shape.head_dim * request.element_bytes.product
-    on_host = slices.host_backed == "all"
+    on_host = slices.stream_from_host != "attention"
     gradients = slices.key_value_gradient_bytes(shape) if on_host else 0
     states = shape.hidden * request.element_bytes.stream if slices.states_on_host else 0
     read = tokens_read(tokens, slices.tokens, shape.window)

@@ -57,8 +57,6 @@ def answer_table(request: EstimateRequest, answer: Estimate) -> Table:
         "tokens/GPU/s": "-" if answer.tokens_per_gpu_per_second is None else f"{answer.tokens_per_gpu_per_second:,.1f}",
         "host": f"{format_bytes(answer.host_bytes)} of the {format_bytes(_usable(request))} usable on each node",
     }
-    if request.swap_precision != "exact":
-        rows["alpha"] += f" (activations swapped in {request.swap_precision})"
     if request.disk_bytes:
         room = format_bytes(request.disk_bytes)
         rows["disk"] = f"{format_bytes(answer.disk_bytes)} of the {room} on each node, written and read in every step"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from lightning_memo.artifacts.costs import MOVED, OTHER, Budget, LayerCosts
-from lightning_memo.artifacts.plan import Fingerprint, Plan, PlanMemory, StorageBudget, StoragePlan
+from lightning_memo.artifacts.costs import OTHER, Budget, LayerCosts
+from lightning_memo.artifacts.plan import Fingerprint, Plan, PlanMemory, StoragePlan
 from lightning_memo.config import MemoConfig
 from lightning_memo.estimate.device_bytes import gathered_bytes, logits_bytes
 from lightning_memo.estimate.layer_operations import layer_products
@@ -18,17 +17,16 @@ from lightning_memo.estimate.planner_inputs import (
     has_known_step,
     known_step,
     largest_slot,
-    restored_bytes_per_token,
     sequences_in_flight,
     storable_tensors,
 )
 from lightning_memo.estimate.request import EstimateRequest, Parallelism
 from lightning_memo.estimate.saved_tensors import FP32, saved_tensors
 from lightning_memo.estimate.step_buffers import PlannedCall, PlannedSlice, PlannedStep
-from lightning_memo.planner import plan_swap
-from lightning_memo.planner.choose_plan import choose_plan, plain_plan, usable_device_bytes, with_spare_device
+from lightning_memo.planner import Restrictions, make_plan
+from lightning_memo.planner.explain_plan import price_reason
 from lightning_memo.planner.host_backed_sizes import StreamedBytes
-from lightning_memo.planner.plan_storage_kinds import plan_kinds, plan_of_one_micro_batch
+from lightning_memo.planner.make_plan import choose_plan, plain_plan, usable_device_bytes, with_spare_device
 from lightning_memo.planner.storage_planner import StorageError
 from lightning_memo.planner.token_slices import (
     SavedBytes,
@@ -37,7 +35,6 @@ from lightning_memo.planner.token_slices import (
     memory_of_slots,
     plan_of_alpha,
     slices_of,
-    tile_of,
 )
 
 # The layer saves queries and keys behind their rotary positions.
@@ -91,24 +88,25 @@ def alpha_plan(
         HostMemoryError: The host cannot hold the activations that have to be swapped.
     """
     slices = request.sliced
-    return plan_swap(
-        costs,
-        room,
-        _fingerprint(request, parallel, costs),
+    restrictions = Restrictions(
         alpha=alpha,
-        schedule="layer" if slices is None else slices.schedule,
         slice_tokens=None if slices is None else slices.tokens,
-        memory_of=lambda plan: memory_of_slots(plan, partial(largest_slot, costs), costs.swapped_calls),
         # A pipeline cannot keep the activations of all its sequences. With slices, the planner in training does not
         # know the memory of a step without slices.
         may_be_plain=parallel.pp == 1 and slices is None,
-        host_backed="none" if slices is None else slices.host_backed,
-        streamed_bytes=None if slices is None else partial(streamed_bytes, request),
+        stream_from_host="none" if slices is None else slices.stream_from_host,
     )
+
+    def sizes_of(plan: StoragePlan) -> PlanMemory | StreamedBytes:
+        if slices is not None:
+            return streamed_bytes(request, plan)
+        return memory_of_slots(plan, partial(largest_slot, costs), costs.swapped_calls)
+
+    return make_plan(costs, room, _fingerprint(request, parallel, costs), restrictions, sizes_of)
 
 
 def _settings(request: EstimateRequest, parallel: Parallelism) -> MemoConfig:
-    """The settings of `MemoStrategy` for a request, with `storage="auto"`."""
+    """The settings of `MemoStrategy` for a request."""
     return MemoConfig(
         alpha=wanted_alpha(request),
         tensor_parallel_size=parallel.tp,
@@ -124,7 +122,7 @@ def _plan_by_kind(request: EstimateRequest, parallel: Parallelism, costs: LayerC
     On a stage of a pipeline it is planned for all sequences in flight, none of which is trained plainly.
     """
     label = _fingerprint(request, parallel, costs)
-    plain = plain_plan(costs, budget, label, "layer") if parallel.pp == 1 else None
+    plain = plain_plan(costs, budget, label) if parallel.pp == 1 else None
     if plain is not None:
         return plain
     storage_costs = estimated_storage_costs(request, parallel, costs)
@@ -138,20 +136,41 @@ def _plan_by_kind(request: EstimateRequest, parallel: Parallelism, costs: LayerC
         storage_costs, tensors = storage_costs.of_micro_batches(count), tensors * count
         room = replace(room, host_bytes=room.host_bytes * count)
     calls = [(saved, costs.tokens) for saved in tensors]
+    restrictions = Restrictions(
+        kinds=storage_costs,
+        joint_attention=parallel.cp > 1,
+        common_bounds=() if parallel.tp > 1 or parallel.cp > 1 else None,
+        may_be_plain=False,
+    )
     try:
-        plan = plan_kinds(
-            costs,
-            storage_costs,
-            StorageBudget.of(room, costs),
-            label,
-            tile_tokens=tile_of(costs.tokens),
-            memory_of=lambda plan: memory_of_plan(plan, calls, storage_costs.leaving_calls),
-            common_bounds=() if parallel.tp > 1 or parallel.cp > 1 else None,
-            nested=parallel.cp > 1,
+        plan = make_plan(
+            costs, room, label, restrictions, lambda plan: memory_of_plan(plan, calls, storage_costs.leaving_calls)
         )
     except StorageError:
         return None
-    return plan if parallel.pp == 1 else plan_of_one_micro_batch(plan)
+    return plan if parallel.pp == 1 else _of_one_micro_batch(plan)
+
+
+def _of_one_micro_batch(plan: Plan) -> Plan:
+    """Return a plan for several micro-batches in flight as one of a single micro-batch.
+
+    Its seconds and host bytes are those of one, and what stays on the device is that of all of them.
+
+    Args:
+        plan: Plan whose costs are those of one micro-batch.
+    """
+    swap, calls = plan.swap, plan.costs.calls
+    assert swap.in_flight is not None
+    count = swap.in_flight
+    swap = replace(
+        swap,
+        storage=replace(swap.storage, call_classes=swap.storage.call_classes[:calls]),
+        memory=replace(swap.memory, host=swap.memory.host // count, disk=swap.memory.disk[:calls]),
+        in_flight=None,
+    )
+    prices = tuple(replace(price, seconds=price.seconds / count) for price in plan.prices)
+    plan = replace(plan, swap=swap, step_seconds=plan.step_seconds / count, prices=prices)
+    return replace(plan, reason=price_reason(plan))
 
 
 def _fingerprint(request: EstimateRequest, parallel: Parallelism, costs: LayerCosts) -> Fingerprint:
@@ -182,7 +201,6 @@ def streamed_bytes(request: EstimateRequest, plan: StoragePlan) -> StreamedBytes
         request.shape,
         sizes=request.element_bytes,
         plan=plan,
-        swap_precision=request.swap_precision,
     )
 
 
@@ -209,17 +227,8 @@ def bytes_of_plan(request: EstimateRequest, parallel: Parallelism, plan: Plan) -
             buffer_bytes=swap.buffer_bytes,
             plain=swap.plain,
         )
-        working = step.peak_bytes - swap.buffer_bytes - kept + _restored_bytes(request, parallel, plan)
+        working = step.peak_bytes - swap.buffer_bytes - kept
     return by_category(request, parallel, swap.buffer_bytes, kept, working, plan.costs.transient_device_bytes)
-
-
-def _restored_bytes(request: EstimateRequest, parallel: Parallelism, plan: Plan) -> int:
-    """Bytes of compressed tensors that the backward of a slice restores at once."""
-    if request.swap_precision == "exact" or plan.swap.plain:
-        return 0
-    slices = itertools.chain.from_iterable(_slices(plan, call) for call in range(plan.swap.calls))
-    swapped = (part.tokens for part in slices if part.place(OTHER) in MOVED)
-    return max(swapped, default=0) * restored_bytes_per_token(request, parallel)
 
 
 def by_category(

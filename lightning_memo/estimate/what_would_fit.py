@@ -37,9 +37,9 @@ _MIN_SLICE_TOKENS: Final = 4096
 _SAME_TIME: Final = 1.01
 """Ratio of times up to which settings count as equally fast; of these, the simplest is suggested."""
 _SLICE_MODES: Final = (
-    Slices(tokens=1, host_backed="attention"),
-    Slices(tokens=1, host_backed="all"),
-    Slices(tokens=1, host_backed="all", schedule="slice"),
+    Slices(tokens=1, stream_from_host="attention"),
+    Slices(tokens=1, stream_from_host="hidden"),
+    Slices(tokens=1, stream_from_host="model"),
 )
 """Ways to run slices, the simplest first. Each keeps more on the host than the one before."""
 

@@ -35,8 +35,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_memo.engine.memory.noted_tensors import NotedTensor
 from lightning_memo.engine.memory.offloaded_tensor import OffloadedTensor, TensorBuilder
+from lightning_memo.engine.memory.saved_storages import NotedTensor
 from lightning_memo.engine.modules.token_local_modules import GradientSums, TokenLocal, chunks, noting_saved
 from lightning_memo.parallel.local_tensors import awaited
 from lightning_memo.utils.retained_graph import NOT_RETAINED, first_derivative, graph_is_retained

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from typing_extensions import Self, override
 
 from lightning_memo.engine.forward.autocast import ambient_autocast
-from lightning_memo.engine.memory.noted_tensors import NotedTensor, version_of
 from lightning_memo.engine.memory.offloaded_tensor import OffloadedTensor
+from lightning_memo.engine.memory.saved_storages import NotedTensor, version_of
 from lightning_memo.loss.chunked_logits import (
     Pointwise,
     TokenFunction,

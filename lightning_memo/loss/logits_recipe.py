@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_memo.engine.memory.noted_tensors import NotedTensor, byte_sums
+from lightning_memo.engine.memory.saved_storages import NotedTensor, byte_sums
 from lightning_memo.engine.modules.token_local_modules import Forward, TokenLocal, chunk_tokens_of, chunks
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.engine.state.forward_state import ForwardState

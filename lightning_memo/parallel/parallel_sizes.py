@@ -77,25 +77,17 @@ def resolve_sizes(config: MemoConfig, processes: int) -> ParallelSizes:
     named = f"context_parallel_size={context} x tensor_parallel_size={tensor}"
     if pipeline > 1:
         named += f" x pipeline_parallel_size={pipeline}"
-    if config.data_parallel_size == "auto" and processes % others == 0:
-        data = processes // others
-    elif config.data_parallel_size == "auto":
+    if processes % others:
         raise ValueError(
             f"{named} = {others} does not divide the {processes} processes: start a multiple of {others} (Trainer "
             "devices x num_nodes), or lower one"
         )
-    else:
-        data = int(config.data_parallel_size)
-    if data * others != processes:
-        raise ValueError(
-            f"data_parallel_size={data} x {named} = {data * others}, but there are {processes} processes: start as "
-            'many (Trainer devices x num_nodes), or leave data_parallel_size="auto"'
-        )
+    data = processes // others
     _check_expert_size(config.expert_parallel_size, data, context)
     if config.zero_shard_size is not None and (data * context) % config.zero_shard_size:
         raise ValueError(
-            f"zero_shard_size={config.zero_shard_size} does not divide data_parallel_size={data} x "
-            f"context_parallel_size={context}, the processes with the same weights: give a divisor of {data * context}"
+            f"zero_shard_size={config.zero_shard_size} does not divide the {data * context} processes with the same "
+            f"weights: give a divisor of {data * context}"
         )
     return ParallelSizes(
         data=data,
@@ -113,9 +105,9 @@ def _check_expert_size(expert: int, data: int, context: int) -> None:
         fitting = (n for n in range(1, data * context + 1) if (data * context) % n == 0)
         allowed = ", ".join(str(n) for n in fitting if context % n == 0 or n % context == 0)
         raise ValueError(
-            f"expert_parallel_size={expert} does not fit data_parallel_size={data} x context_parallel_size={context}: "
-            "it has to divide their product, and either it or the context-parallel size has to divide the other one; "
-            f"it can be {allowed}"
+            f"expert_parallel_size={expert} does not fit {data * context} processes with context_parallel_size="
+            f"{context}: it has to divide their number, and either it or the context-parallel size has to divide the "
+            f"other one; it can be {allowed}"
         )
 
 

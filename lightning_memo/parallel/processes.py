@@ -157,7 +157,6 @@ class Processes:
                 module,
                 self.mesh[TENSOR],
                 sequence_parallel=config.sequence_parallel,
-                loss_parallel=config.loss_parallel,
                 plan=config.tensor_parallel_plan,
                 experts=self._experts,
             )

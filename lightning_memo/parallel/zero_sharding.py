@@ -390,7 +390,7 @@ class Quantised:
     def write(self, t: Tensor) -> None:
         """Write values, `[values]`."""
         first = 0
-        for part in value_blocks(t):
+        for part in _value_blocks(t):
             rows = slice(first, first + len(part))
             scales = torch.linalg.vector_norm(part, math.inf, 1, keepdim=True, dtype=torch.float32)
             scales /= 2 ** (self._bits - 1) - 1
@@ -428,7 +428,7 @@ class Quantised:
         return torch.stack([(self._integers << 4) >> 4, self._integers >> 4], -1).view(-1, BLOCK)
 
 
-def value_blocks(t: Tensor) -> Iterator[Tensor]:
+def _value_blocks(t: Tensor) -> Iterator[Tensor]:
     """Yield whole blocks, and the rest of the values with zeros behind them, each `[blocks, BLOCK]`.
 
     Args:

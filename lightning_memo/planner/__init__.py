@@ -1,5 +1,5 @@
 """Plans made from measured costs and a memory budget. Imports neither torch nor Lightning."""
 
-from lightning_memo.planner.plan_swap import AlphaSolution, HostMemoryError, plan_swap, solve_alpha
+from lightning_memo.planner.make_plan import HostMemoryError, Restrictions, make_plan
 
-__all__ = ["AlphaSolution", "HostMemoryError", "plan_swap", "solve_alpha"]
+__all__ = ["HostMemoryError", "Restrictions", "make_plan"]

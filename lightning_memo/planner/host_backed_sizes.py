@@ -1,4 +1,4 @@
-"""Memory of plans with `host_backed`: each slice swaps into its own slot, and keys and values arrive in blocks."""
+"""Memory of plans with `stream_from_host`: each slice swaps into its own slot, and keys and values arrive in blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from lightning_memo.artifacts.plan import HostBacked, PlanMemory
+from lightning_memo.artifacts.plan import PlanMemory, StreamFromHost
 from lightning_memo.planner.token_slices import SavedBytes, TokenRange, aligned, slice_slot_bytes
 
 STATES: Final = 3
@@ -35,7 +35,7 @@ class SliceBytes:
 
 @dataclass(frozen=True, slots=True)
 class StreamedBytes:
-    """Bytes that a plan with `host_backed` needs.
+    """Bytes that a plan with `stream_from_host` needs.
 
     Attributes:
         memory: The memory of the plan.
@@ -49,11 +49,10 @@ class StreamedBytes:
 def host_backed_sizes(
     calls: Sequence[tuple[Sequence[SavedBytes], int]],
     slices: Sequence[TokenRange],
-    host_backed: HostBacked,
+    stream_from_host: StreamFromHost,
     *,
     gradient_bytes: int,
     block_tokens: int = BLOCK_TOKENS,
-    schedule: str = "layer",
     shared: Sequence[SavedBytes] = (),
 ) -> StreamedBytes:
     """Memory of all slices of all layer calls, alignment included.
@@ -61,12 +60,12 @@ def host_backed_sizes(
     Args:
         calls: For each layer call, the tensors that it saves and the number of tokens for which they were measured.
         slices: Slices of the plan.
-        host_backed: See :class:`~lightning_memo.artifacts.plan.SwapPlan`; not "none".
+        stream_from_host: See :class:`~lightning_memo.artifacts.plan.SwapPlan`; not "none". With "model", the gradients
+            of all layers' keys and values are alive at once, and so is one gradient of the last layer's output per
+            slice.
         gradient_bytes: Bytes per token of the gradients of keys and values, in the type in which they are accumulated.
         block_tokens: Minimum number of tokens whose keys and values are fetched at once.
-        schedule: "layer", or "slice". With "slice", the gradients of all layers' keys and values are alive at once,
-            and so is one gradient of the last layer's output per slice.
-        shared: With "slice", the arguments that layers receive in addition to their input, for as many tokens as in
+        shared: With "model", the arguments that layers receive in addition to their input, for as many tokens as in
             the first call.
     """
     # Equal calls may share one list of tensors.
@@ -74,10 +73,10 @@ def host_backed_sizes(
     largest = max(sum(slices[n].tokens for n in block) for block in blocks_of(slices, block_tokens))
     block, buffers = largest * max(_per_token(*call, "key", "value") for call in calls), 2
     gradients = outside = states = 0
-    if host_backed == "all":
+    if stream_from_host in ("hidden", "model"):
         block, buffers, gradients = block + gradient_bytes * largest, 3, gradient_bytes * slices[-1].stop
         states = STATES * max(_per_token(*call, "input") for call in calls) * slices[-1].stop
-    if schedule == "slice":
+    if stream_from_host == "model":
         output = [item for item in calls[-1][0] if item.kind == "input"]
         gradients, states = gradients * len(calls), 0
         outside = sum(slice_slot_bytes([*output, *shared], calls[-1][1], slices))

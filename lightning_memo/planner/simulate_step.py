@@ -1,19 +1,19 @@
 """Checks a storage plan independently of the planner, with which it shares no code, by simulating the step.
 
 Four streams execute one operation at a time, in order: compute, offload, prefetch and spill (writes to and reads from
-NVMe). Layer calls i and i + 2 share a rounding buffer, which holds the activations that a call moves:
+the disk). Layer calls i and i + 2 share a rounding buffer, which holds the activations that a call moves:
 
 - forward i starts when forward i - 1 has ended and the offload of call i - 2 has emptied the buffer;
-- the offload of call i starts when forward i and the previous offload have ended; its spilled part is written to NVMe
-  at the same time;
+- the offload of call i starts when forward i and the previous offload have ended; its spilled part is written to the
+  disk at the same time;
 - the last two calls stay in their buffers, unless several micro-batches are in flight;
 - the prefetch of call i starts when backward i + 2 and the previous prefetch have ended; its spilled part is read from
-  NVMe at the same time;
+  the disk at the same time;
 - backward i, with its recomputation, starts when backward i + 1 and the prefetch of call i have ended.
 
 Kept bytes are on the device from the start of their call's forward to the end of its backward. Moved bytes are in the
-two rounding buffers, which last the whole step, and on the host or NVMe from the start of their offload to the end of
-their call's backward. Spilled bytes pass through bounce buffers in host memory, which last the whole step, too.
+two rounding buffers, which last the whole step, and on the host or the disk from the start of their offload to the end
+of their call's backward. Spilled bytes pass through bounce buffers in host memory, which last the whole step, too.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NoReturn
 
-from lightning_memo.artifacts.costs import CallCosts, StorageCosts
-from lightning_memo.artifacts.plan import CallPlan, StorageBudget, StoragePlan, StoredRange
+from lightning_memo.artifacts.costs import Budget, CallCosts, StorageCosts, is_product
+from lightning_memo.artifacts.plan import CallPlan, StoragePlan, StoredRange
 
 Stream = Literal["compute", "offload", "prefetch", "spill"]
 Phase = Literal["forward", "backward"]
@@ -41,10 +41,10 @@ class ScheduleFault(Enum):
     INPUT = "the layer's input is not stored for all tokens"
     PRODUCT = "a product is stored for tokens of which all tensors are stored"
     ATTENTION = "all tensors are stored for tokens whose attention output is not"
-    SPILL = "bytes are spilled without an NVMe tier"
+    SPILL = "bytes are spilled without a disk"
     DEVICE = "the device memory is exceeded"
     HOST = "the host memory is exceeded"
-    DISK = "the NVMe capacity is exceeded"
+    DISK = "the disk's capacity is exceeded"
 
 
 class ScheduleError(ValueError):
@@ -81,13 +81,14 @@ class SimulatedStep:
     peak_disk_bytes: int
 
 
-def simulate(costs: StorageCosts, plan: StoragePlan, budget: StorageBudget) -> SimulatedStep:
+def simulate(costs: StorageCosts, plan: StoragePlan, budget: Budget, bounce_share: float = 0.0) -> SimulatedStep:
     """Simulate a step.
 
     Args:
         costs: Bytes and seconds of each class of layer calls.
         plan: Only the plans of the classes are used.
-        budget: Capacities and the bandwidths of the disk.
+        budget: Capacities.
+        bounce_share: Host bytes of the bounce buffers per byte of the largest amount that a layer call spills.
 
     Returns:
         The operations and memory peaks of the step.
@@ -98,7 +99,7 @@ def simulate(costs: StorageCosts, plan: StoragePlan, budget: StorageBudget) -> S
     if len(plan.calls) != len(costs.classes):
         _refuse(ScheduleFault.CLASSES, f"{len(plan.calls)} entries, {len(costs.classes)} classes")
     work = [_work(*each, costs, budget) for each in zip(costs.classes, plan.calls, strict=True)]
-    return _Step([work[number] for number in costs.call_classes], costs, budget).run()
+    return _Step([work[number] for number in costs.call_classes], costs, budget, bounce_share).run()
 
 
 def _refuse(fault: ScheduleFault, where: str) -> NoReturn:
@@ -121,22 +122,19 @@ class _Work:
         return self.swapped_bytes + self.spilled_bytes
 
 
-def _work(call: CallCosts, plan: CallPlan, costs: StorageCosts, budget: StorageBudget) -> _Work:
+def _work(call: CallCosts, plan: CallPlan, costs: StorageCosts, budget: Budget) -> _Work:
     by_kind = _by_kind(call, plan, costs.tokens)
     _check_kinds(by_kind, costs.tokens)
     held = {"device": 0, "host": 0, "disk": 0}
     for r in plan.ranges:
-        size = dict(zip(call.kinds, call.sizes_in(r.place), strict=True))[r.kind]
+        size = dict(zip(call.kinds, call.sizes, strict=True))[r.kind]
         held[r.place] += -(-size * (r.stop - r.start) // costs.tokens)
-    moved = sum(r.stop - r.start for r in plan.ranges if r.kind == "other" and r.place != "device")
-    if held["disk"] and budget.disk is None:
+    if held["disk"] and not budget.disk_bytes:
         _refuse(ScheduleFault.SPILL, f"{held['disk']} bytes")
     recomputed = sum(stop - start for start, stop in _gaps(by_kind["other"], costs.tokens))
     return _Work(
-        forward_seconds=call.forward_seconds + call.compress_seconds * moved / costs.tokens,
-        backward_seconds=call.backward_seconds
-        + call.restore_seconds * moved / costs.tokens
-        + _recompute_seconds(call, by_kind, costs.tokens),
+        forward_seconds=call.forward_seconds,
+        backward_seconds=call.backward_seconds + _recompute_seconds(call, by_kind, costs.tokens),
         kept_bytes=held["device"],
         swapped_bytes=held["host"],
         spilled_bytes=held["disk"],
@@ -165,8 +163,7 @@ def _check_kinds(by_kind: dict[str, list[StoredRange]], tokens: int) -> None:
         if any(start < r.stop and r.start < stop for start, stop in dropped):
             _refuse(ScheduleFault.ATTENTION, f"tokens [{r.start}, {r.stop})")
         for kind, ranges in by_kind.items():
-            product = kind not in ("input", "attention", "other")
-            if product and any(other.start < r.stop and r.start < other.stop for other in ranges):
+            if is_product(kind) and any(other.start < r.stop and r.start < other.stop for other in ranges):
                 _refuse(ScheduleFault.PRODUCT, f"{kind} within tokens [{r.start}, {r.stop})")
 
 
@@ -228,8 +225,8 @@ class _Memory:
 class _Step:
     """State of the simulation: when each stream and buffer becomes free, and the use of each memory."""
 
-    def __init__(self, work: Sequence[_Work], costs: StorageCosts, budget: StorageBudget) -> None:
-        self._work, self._costs, self._budget = work, costs, budget
+    def __init__(self, work: Sequence[_Work], costs: StorageCosts, budget: Budget, bounce_share: float) -> None:
+        self._work, self._costs, self._bounce_share = work, costs, bounce_share
         self._leaving = len(work) - (2 if costs.in_flight in (None, 1) else 0)
         self._free: dict[Stream, float] = {"compute": 0.0, "offload": 0.0, "prefetch": 0.0, "spill": 0.0}
         self._buffer_free = [0.0, 0.0]
@@ -238,7 +235,7 @@ class _Step:
         self._spans: list[StreamSpan] = []
         self._device = _Memory(ScheduleFault.DEVICE, budget.device_bytes)
         self._host = _Memory(ScheduleFault.HOST, budget.host_bytes)
-        self._disk = _Memory(ScheduleFault.DISK, budget.disk.capacity_bytes if budget.disk else 0)
+        self._disk = _Memory(ScheduleFault.DISK, budget.disk_bytes)
 
     def run(self) -> SimulatedStep:
         buffers = 2 * max(work.moved_bytes for work in self._work)
@@ -247,9 +244,8 @@ class _Step:
         self._device.hold(self._costs.fixed_device_bytes + transient + buffers, 0, 0.0)
         order = list(enumerate(self._work))
         leaving = order[: self._leaving]
-        if self._budget.disk:
-            largest = max((work.spilled_bytes for _, work in leaving), default=0)
-            self._host.hold(math.ceil(self._budget.disk.bounce_share * largest), 0, 0.0)
+        largest = max((work.spilled_bytes for _, work in leaving), default=0)
+        self._host.hold(math.ceil(self._bounce_share * largest), 0, 0.0)
         for call, work in order:
             self._forward(call, work)
             if call < self._leaving and work.moved_bytes:
@@ -272,8 +268,8 @@ class _Step:
     def _copy_out(self, call: int, work: _Work) -> None:
         seconds = work.moved_bytes / self._costs.offload_bytes_per_second
         start, end = self._do("offload", "forward", call, self._free["compute"], seconds)
-        if self._budget.disk and work.spilled_bytes:
-            seconds = work.spilled_bytes / self._budget.disk.write_bytes_per_second
+        if work.spilled_bytes:
+            seconds = work.spilled_bytes / self._costs.disk_write_bytes_per_second
             end = self._spill_during("offload", "forward", call, start, seconds)
         self._buffer_free[call % 2] = end
         self._copied[call] = start, end
@@ -282,10 +278,9 @@ class _Step:
         seconds = work.moved_bytes / self._costs.prefetch_bytes_per_second
         ready = max(self._buffer_free[call % 2], self._copied[call][1])
         start, _ = self._do("prefetch", "backward", call, ready, seconds)
-        if self._budget.disk and work.spilled_bytes:
-            self._spill_during(
-                "prefetch", "backward", call, start, work.spilled_bytes / self._budget.disk.read_bytes_per_second
-            )
+        if work.spilled_bytes:
+            seconds = work.spilled_bytes / self._costs.disk_read_bytes_per_second
+            self._spill_during("prefetch", "backward", call, start, seconds)
 
     def _backward(self, call: int, work: _Work) -> None:
         moved = call < self._leaving and work.moved_bytes
@@ -305,7 +300,7 @@ class _Step:
         return start, end
 
     def _spill_during(self, link: Stream, phase: Phase, call: int, start: float, seconds: float) -> float:
-        """Write to or read from NVMe during a copy; both end when the slower one does."""
+        """Write to or read from the disk during a copy; both end when the slower one does."""
         _, end = self._do("spill", phase, call, start, seconds)
         self._free[link] = self._free["spill"] = end = max(end, self._free[link])
         return end

@@ -2,169 +2,208 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from statistics import median
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
-from lightning_memo.artifacts.costs import ATTENTION, INPUT, MOVED, OTHER, LayerCosts
-from lightning_memo.artifacts.plan import CallPlan, Schedule, SwapPlan
-from lightning_memo.artifacts.slot_layouts import DiskLayout
+from lightning_memo.artifacts.costs import ATTENTION, MOVED, OTHER, CallCosts, Place, StorageCosts
+from lightning_memo.artifacts.plan import CallPlan, Resource, StoragePlan
 from lightning_memo.planner.host_backed_sizes import SliceBytes
 
 _BUFFERS: Final = 2  # rounding buffers: one slice is computed while another one is copied
 _LAYERS: Final = 3  # the last of so many equal layers waits as all later ones do
 
 
-def steady(costs: LayerCosts) -> LayerCosts:
-    """Replace the times of each layer call by the median over the calls of the same sizes.
+@dataclass(slots=True)
+class StepTime:
+    """Expected seconds of a step.
 
-    In a first step, kernels are selected, caches are filled and pages are touched for the first time, which slows down
-    single calls, above all the first. Layers of the same sizes do the same work, so the median is the time of each once
-    warm, and a single cold call does not decide the plan through the overlap constraint of the slowest layer.
+    Attributes:
+        seconds: All seconds, waits included.
+        waits: Seconds in which nothing is computed, by the resource that is waited for.
+    """
+
+    seconds: float
+    waits: dict[Resource, float] = field(default_factory=dict)
+
+    def add(self, compute: float, copies: dict[Resource, float], count: int = 1) -> None:
+        """Add seconds of computation that overlap copies: the longest decides.
+
+        Args:
+            compute: Seconds of the computation.
+            copies: Seconds of the copies by the resource that limits their speed.
+            count: How often this happens.
+        """
+        slowest = max(copies, key=lambda resource: copies[resource])
+        self.seconds += count * compute
+        self._add_wait(count * (copies[slowest] - compute), slowest)
+
+    def wait(self, until: float, resource: Resource) -> None:
+        """Wait until so many seconds are over; not at all if they are."""
+        self._add_wait(until - self.seconds, resource)
+
+    def _add_wait(self, seconds: float, resource: Resource) -> None:
+        if seconds > 0.0:
+            self.seconds += seconds
+            self.waits[resource] = self.waits.get(resource, 0.0) + seconds
+
+
+def step_time(costs: StorageCosts, storage: StoragePlan, *, spread: bool = False) -> StepTime:
+    """Return the expected time of a step whose layer calls swap as wholes.
+
+    Each call's copies take place while the next call computes, and each such pair takes as long as the longest of them.
+    If all layer calls are equal, this is MEMO's time of a step (section 4.2).
 
     Args:
-        costs: Costs as measured in the first step.
+        costs: Bytes and seconds of each class of layer calls.
+        storage: The plan to evaluate.
+        spread: Whether single calls go to the disk, evenly spaced. Host buffers hold a whole call, so that a write may
+            last until the next one of them is copied.
     """
-    sizes = list(zip(costs.input_bytes, costs.attention_bytes, costs.moved_other_bytes, strict=True))
+    sorts = list(zip(costs.call_classes, storage.call_classes, strict=True))
+    work = {sort: _work(costs, costs.classes[sort[0]], storage.calls[sort[1]]) for sort in dict.fromkeys(sorts)}
+    forward, back, pairs = StepTime(0.0), StepTime(costs.outside_seconds), costs.pairs(sorts)
+    for sort in costs.unpaired(sorts):
+        forward.seconds += work[sort].forward_seconds
+        back.seconds += work[sort].backward_seconds
+    for (copied, computed), count in Counter(pairs).items():
+        back.add(work[computed].backward_seconds, work[copied].reads, count)
+        if not spread:
+            forward.add(work[computed].forward_seconds, work[copied].copies | work[copied].writes, count)
+    written = 0.0
+    for copied, computed in pairs if spread else ():
+        if writing := work[copied].writes.get("disk write bandwidth"):
+            forward.wait(written, "disk write bandwidth")
+            written = forward.seconds + writing
+        forward.add(work[computed].forward_seconds, work[copied].copies)
+    forward.wait(written, "disk write bandwidth")
+    return StepTime(forward.seconds + back.seconds, forward.waits | back.waits)
 
-    def medians(seconds: tuple[float, ...]) -> tuple[float, ...]:
-        alike: dict[tuple[int, int, int], list[float]] = {}
-        for size, value in zip(sizes, seconds, strict=True):
-            alike.setdefault(size, []).append(value)
-        middle = {size: median(values) for size, values in alike.items()}
-        return tuple(middle[size] for size in sizes)
 
-    return replace(
-        costs,
-        forward_seconds=medians(costs.forward_seconds),
-        backward_seconds=medians(costs.backward_seconds),
-        recompute_seconds=medians(costs.recompute_seconds),
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Seconds of a layer call: of its computation, and of the copies out and back."""
+
+    forward_seconds: float
+    backward_seconds: float
+    copies: dict[Resource, float]
+    writes: dict[Resource, float]
+    reads: dict[Resource, float]
+
+
+def _work(costs: StorageCosts, call: CallCosts, plan: CallPlan) -> _Work:
+    moved, spilled = (stored_bytes_of(call, plan, costs.tokens, *places) for places in (MOVED, ("disk",)))
+    writes: dict[Resource, float] = {}
+    reads: dict[Resource, float] = {"prefetch bandwidth": moved / costs.prefetch_bytes_per_second}
+    if spilled:
+        writes["disk write bandwidth"] = spilled / costs.disk_write_bytes_per_second
+        reads["disk read bandwidth"] = spilled / costs.disk_read_bytes_per_second
+    again = recompute_seconds(call, plan, costs.tokens)
+    return _Work(
+        forward_seconds=call.forward_seconds,
+        backward_seconds=call.backward_seconds + again,
+        copies={"offload bandwidth": moved / costs.offload_bytes_per_second},
+        writes=writes,
+        reads=reads,
     )
 
 
-def streamed_step_seconds(costs: LayerCosts, slices: Sequence[SliceBytes], schedule: Schedule) -> float:
-    """Expected seconds of a step each of whose slices swaps by itself, waits for copies included.
+def stored_bytes_of(call: CallCosts, plan: CallPlan, tokens: int, *places: Place) -> int:
+    """Return the bytes that a layer call stores in some places without alignment; each kind and place is rounded up."""
+    return sum(
+        -(-size * plan.tokens(kind, place) // tokens)
+        for place in places
+        for kind, size in zip(call.kinds, call.sizes, strict=True)
+    )
+
+
+def recompute_seconds(call: CallCosts, plan: CallPlan, tokens: int) -> float:
+    """Return the seconds that a layer call recomputes.
 
     Args:
-        costs: Seconds, bytes and bandwidths of the layer calls.
+        call: Costs of the call.
+        plan: What the call stores.
+        tokens: Tokens of the call.
+    """
+    whole = plan.tokens(OTHER)
+    again = sum(product.seconds * (tokens - whole - plan.tokens(product.name)) for product in call.products)
+    dropped = call.attention_share(tokens - plan.tokens(ATTENTION), tokens) * call.attention_seconds
+    return (again + call.elementwise_seconds * (tokens - whole)) / tokens + dropped
+
+
+def streamed_step_time(costs: StorageCosts, slices: Sequence[SliceBytes], by_slice: bool) -> StepTime:
+    """Return the expected time of a step each of whose slices swaps by itself.
+
+    Args:
+        costs: Bytes and seconds of each class of layer calls.
         slices: The slices of a layer call.
-        schedule: Order in which the slices run.
+        by_slice: Whether all layers run on one slice before the next.
     """
-    seconds, alike = costs.outside_seconds, dict[tuple[float, ...], float]()
-    for call, work in enumerate(
-        zip(costs.forward_seconds, costs.backward_seconds, costs.recompute_seconds, strict=True)
-    ):
-        if work not in alike:
-            alike[work] = sum(layer_seconds(costs, call, slices, schedule))
-        seconds += alike[work]
-    return seconds
-
-
-def step_seconds(costs: LayerCosts, swap: SwapPlan) -> float:
-    """Expected seconds of a step: for each layer the longer of its computation and its copy (MEMO, section 4.2).
-
-    All forwards together last at least as long as all writes to the disk. Each read overlaps one backward, which waits
-    if the read takes longer.
-
-    Args:
-        costs: Seconds, bytes and bandwidths of the layer calls.
-        swap: The plan to evaluate.
-    """
-    forward_seconds, backward_seconds = 0.0, 0.0
-    spilled = set(swap.disk_calls)
-    writing, reading = disk_seconds(costs, swap.memory.slot) if spilled else (0.0, 0.0)
-    shares = [_shares(call, swap.storage.tokens) for call in swap.storage.calls]
-    for call, number in enumerate(swap.storage.call_classes):
-        stored, others = shares[number], costs.moved_other_bytes[call]
-        copied_bytes = 0
-        if call < swap.swapped_calls:  # the last two calls copy nothing, but recompute like the others
-            inputs, attention = costs.input_bytes[call], costs.attention_bytes[call]
-            copied_bytes = math.ceil(stored.inputs * inputs + stored.attention * attention + stored.moved * others)
-        forward = costs.forward_seconds_at(call, stored.moved)
-        backward = costs.backward_seconds_of(call, stored.moved, stored.recomputed)
-        forward_seconds += max(forward, copied_bytes / costs.offload_bytes_per_second)
-        arriving = max(copied_bytes / costs.prefetch_bytes_per_second, reading if call in spilled else 0.0)
-        backward_seconds += max(backward, arriving)
-    return costs.outside_seconds + max(forward_seconds, len(spilled) * writing) + backward_seconds
-
-
-def disk_seconds(costs: LayerCosts, slot_bytes: int) -> tuple[float, float]:
-    """Seconds that the disk takes to write, and to read, the activations of one layer call."""
-    region_bytes = DiskLayout(slot_bytes).region_bytes
-    return region_bytes / costs.disk_write_bytes_per_second, region_bytes / costs.disk_read_bytes_per_second
+    total = StepTime(costs.outside_seconds)
+    for call, count in zip(costs.classes, costs.class_calls, strict=True):
+        work = slice_work(costs, call, slices)
+        forward, back = layer_seconds(work, by_slice)
+        total.add(sum(part.forward_seconds for part in work), {"offload bandwidth": forward}, count)
+        total.add(sum(part.backward_seconds for part in work), {"prefetch bandwidth": back}, count)
+    return total
 
 
 @dataclass(frozen=True, slots=True)
-class _Shares:
-    """Fractions of the tokens of a layer call.
+class SliceWork:
+    """Seconds of a slice: of its computation, and of the copies of its slot."""
 
-    Attributes:
-        inputs: Those whose input leaves the device.
-        attention: Those whose attention output leaves the device.
-        moved: Those whose other activations leave the device.
-        recomputed: Those whose other activations are computed again.
-    """
-
-    inputs: float
-    attention: float
-    moved: float
-    recomputed: float
-
-
-def _shares(call: CallPlan, tokens: int) -> _Shares:
-    inputs, attention, moved = (call.tokens(kind, *MOVED) / tokens for kind in (INPUT, ATTENTION, OTHER))
-    return _Shares(inputs, attention, moved, 1.0 - call.tokens(OTHER) / tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class _SliceWork:
     forward_seconds: float
     backward_seconds: float
     offload_seconds: float
     prefetch_seconds: float
 
 
-def layer_seconds(
-    costs: LayerCosts, call: int, slices: Sequence[SliceBytes], schedule: Schedule
-) -> tuple[float, float]:
-    """Seconds of the forward and of the backward of a layer call, waits for copies included.
+def layer_seconds(work: Sequence[SliceWork], by_slice: bool) -> tuple[float, float]:
+    """Return the seconds of the forward and of the backward of a layer call, waits for copies included.
 
     Slices use two rounding buffers in turn. In the forward, a slice waits until the buffer of the one before the last
     is on the host; in the backward, until its own bytes have returned to a buffer that a later slice has left. Keys and
     values of earlier slices have buffers of their own, and waits for them are part of the measured times.
 
     Args:
-        costs: Seconds, bytes and bandwidths of the layer calls.
-        call: Index of the layer call.
-        slices: The slices of a layer call.
-        schedule: With "slice", the slices before and after one are those of other layers, of the same tokens.
+        work: The slices of a layer call.
+        by_slice: Whether all layers run on one slice before the next: the slices before and after one are those of
+            other layers, of the same tokens.
     """
-    work = list(_slice_work(costs, call, slices))
-    groups = [[part] for part in work] if schedule == "slice" else [work]
+    groups = [[part] for part in work] if by_slice else [work]
     forward = sum(_seconds([(part.forward_seconds, part.offload_seconds) for part in group], True) for group in groups)
     back = [[(part.backward_seconds, part.prefetch_seconds) for part in reversed(group)] for group in groups]
     return forward, sum(_seconds(group, False) for group in back)
 
 
-def _slice_work(costs: LayerCosts, call: int, slices: Sequence[SliceBytes]) -> Iterator[_SliceWork]:
-    forward, recompute = costs.forward_seconds[call], costs.recompute_seconds[call]
-    compress = costs.forward_seconds_at(call, 1.0) - forward
-    restore = costs.backward_seconds_at(call, 1.0) - costs.backward_seconds[call]
+def slice_work(costs: StorageCosts, call: CallCosts, slices: Sequence[SliceBytes]) -> list[SliceWork]:
+    """Return the seconds of each slice of a layer call.
+
+    Args:
+        costs: Bandwidths of the copies.
+        call: Costs of the layer call.
+        slices: The slices of the call.
+    """
+    work: list[SliceWork] = []
+    forward, recompute = call.forward_seconds, call.recompute_seconds
     attention = max(1.0 - recompute / forward, 0.0) if forward else 0.0  # share of a layer's time
     tokens, start = sum(part.tokens for part in slices), 0
     for part in slices:
         local, stop = part.tokens / tokens, start + part.tokens
         seen = (stop**2 - start**2) / tokens**2  # share of the pairs under a causal mask
         share = (1.0 - attention) * local + attention * seen
-        yield _SliceWork(
-            forward_seconds=share * forward + (local * compress if part.swapped else 0.0),
-            backward_seconds=share * costs.backward_seconds[call] + local * (restore if part.swapped else recompute),
-            offload_seconds=part.slot / costs.offload_bytes_per_second,
-            prefetch_seconds=part.slot / costs.prefetch_bytes_per_second,
+        again = 0.0 if part.swapped else recompute
+        work.append(
+            SliceWork(
+                forward_seconds=share * forward,
+                backward_seconds=share * call.backward_seconds + local * again,
+                offload_seconds=part.slot / costs.offload_bytes_per_second,
+                prefetch_seconds=part.slot / costs.prefetch_bytes_per_second,
+            )
         )
         start = stop
+    return work
 
 
 def _seconds(slices: Sequence[tuple[float, float]], writes: bool) -> float:

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from lightning_memo.artifacts.costs import ATTENTION, INPUT, MOVED, OTHER, PLACES, CallCosts, Place, StorageCosts
-from lightning_memo.artifacts.plan import (
-    CallPlan,
-    Price,
-    Resource,
-    StorageBudget,
-    StorageNeeds,
-    StoragePlan,
-    StoredRange,
+from lightning_memo.artifacts.costs import (
+    ATTENTION,
+    INPUT,
+    MOVED,
+    OTHER,
+    PLACES,
+    Budget,
+    CallCosts,
+    Place,
+    StorageCosts,
 )
+from lightning_memo.artifacts.plan import CallPlan, Price, Resource, StoragePlan, StoredRange
 from lightning_memo.planner.linear_program import LinearProgram, Terms, add, scale
 from lightning_memo.planner.simulate_step import simulate
+from lightning_memo.planner.step_time import step_time, stored_bytes_of
 from lightning_memo.utils.units import format_bytes
 
 Shares = Mapping[tuple[str, Place], float]
 """Share of the tokens for which a kind of tensor is stored in a place."""
-
-SINGLE_ALPHA: Final = frozenset[tuple[str, Place]]({(INPUT, "host"), (ATTENTION, "host"), (OTHER, "host")})
-"""Choices of MEMO's plans with a single alpha, which is the share of "other"; attention outputs are required."""
-
-_Allowed = Callable[[str, Place], bool]
 
 # The time of recomputed attention grows with the square of its tokens. The program approximates it by tangents, and
 # adds more at the solution until the error is at most this share of the step.
@@ -56,6 +55,11 @@ class StorageSolution:
     prices: tuple[Price, ...]
 
 
+def _places(budget: Budget) -> tuple[Place, ...]:
+    """The places that there are."""
+    return PLACES if budget.disk_bytes else PLACES[:2]
+
+
 def required_kinds(may_drop_attention: bool) -> tuple[str, ...]:
     """Kinds of tensors that must be stored for all tokens."""
     return (INPUT,) if may_drop_attention else (INPUT, ATTENTION)
@@ -63,10 +67,10 @@ def required_kinds(may_drop_attention: bool) -> tuple[str, ...]:
 
 def solve_storage(
     costs: StorageCosts,
-    budget: StorageBudget,
+    budget: Budget,
     *,
     may_drop_attention: bool,
-    allowed: Collection[tuple[str, Place]] | None = None,
+    bounce_share: float = 0.0,
 ) -> StorageSolution | None:
     """Minimize the step time over the shares of the tokens for which each kind of tensor is stored, with HiGHS.
 
@@ -78,9 +82,9 @@ def solve_storage(
 
     Args:
         costs: Bytes and seconds of each class of layer calls.
-        budget: Capacities and the bandwidths of the disk.
+        budget: Capacities.
         may_drop_attention: Whether attention outputs may be recomputed.
-        allowed: The only pairs of kind and place that may be used; None for all.
+        bounce_share: Host bytes of the bounce buffers per byte of the largest amount that a layer call spills.
 
     Returns:
         The optimum; among several, one that moves the fewest bytes. None if the budget cannot hold the required kinds.
@@ -88,17 +92,17 @@ def solve_storage(
     Raises:
         RuntimeError: HiGHS failed.
     """
-    return _Model(costs, budget, required_kinds(may_drop_attention), allowed).solve()
+    return _Model(costs, budget, required_kinds(may_drop_attention), bounce_share).solve()
 
 
 class _Class:
     """Columns of one class of layer calls, and expressions of them."""
 
-    def __init__(self, program: LinearProgram, costs: StorageCosts, number: int, allowed: _Allowed) -> None:
+    def __init__(self, program: LinearProgram, costs: StorageCosts, number: int, places: Sequence[Place]) -> None:
         self.costs = costs.classes[number]
         self.calls, self.copies = costs.class_calls[number], costs.class_copies[number]
         self._stored = {
-            (kind, place): program.column(0.0, 1.0 if allowed(kind, place) else 0.0)
+            (kind, place): program.column(0.0, 1.0 if place in places else 0.0)
             for kind in self.costs.kinds
             for place in PLACES
         }
@@ -113,20 +117,15 @@ class _Class:
         return {
             self._stored[kind, place]: float(size)
             for place in places
-            for kind, size in zip(self.costs.kinds, self.costs.sizes_in(place), strict=True)
+            for kind, size in zip(self.costs.kinds, self.costs.sizes, strict=True)
         }
 
-    def moved(self, seconds: float) -> Terms:
-        """`seconds` times the share of the tokens all of whose tensors are moved."""
-        return {self._stored[OTHER, place]: seconds for place in MOVED} if seconds else {}
-
     def recompute(self) -> tuple[float, Terms]:
-        """Seconds to recompute and restore tensors in the backward, as a constant and an expression."""
+        """Seconds to recompute tensors in the backward, as a constant and an expression."""
         everything = self.costs.recompute_seconds
         saved = [self.stored(product.name, -product.seconds) for product in self.costs.products]
         again = {self.again: self.costs.attention_seconds}
-        restored = self.moved(self.costs.restore_seconds)
-        return everything, add([*saved, self.stored(OTHER, -everything), again, restored])
+        return everything, add([*saved, self.stored(OTHER, -everything), again])
 
     def shares(self, program: LinearProgram) -> Shares:
         return {key: min(max(program.values[column], 0.0), 1.0) for key, column in self._stored.items()}
@@ -135,33 +134,24 @@ class _Class:
 class _Model:
     """The program of a step in seconds and bytes. Columns of time are scaled by the time of about one layer call."""
 
-    def __init__(
-        self,
-        costs: StorageCosts,
-        budget: StorageBudget,
-        required: tuple[str, ...],
-        allowed: Collection[tuple[str, Place]] | None,
-    ) -> None:
-        self._costs, self._budget, self._required = costs, budget, required
+    def __init__(self, costs: StorageCosts, budget: Budget, required: tuple[str, ...], bounce_share: float) -> None:
+        self._costs, self._budget, self._required, self._bounce_share = costs, budget, required, bounce_share
         self._program = LinearProgram()
         self._unit = max(
             _SHORTEST_UNIT,
             *(call.forward_seconds + call.backward_seconds + call.recompute_seconds for call in costs.classes),
         )
 
-        def is_allowed(kind: str, place: Place) -> bool:
-            return (place != "disk" or budget.disk is not None) and (allowed is None or (kind, place) in allowed)
-
         numbers = range(len(costs.classes))
-        self._classes = [_Class(self._program, costs, number, is_allowed) for number in numbers]
+        self._classes = [_Class(self._program, costs, number, _places(budget)) for number in numbers]
         self._capacities: dict[Resource, int] = {}
         self._copies: dict[Resource, list[tuple[int, Terms]]] = {}
         for part in self._classes:
             self._add_places(part)
         self._add_capacities()
         self._constant = costs.outside_seconds
-        self._step = add(self._add_compute(self._classes[number]) for number in costs.unpaired)
-        for (copied, computed), count in costs.pairs.items():
+        self._step = add(self._add_compute(self._classes[number]) for number in costs.unpaired(costs.call_classes))
+        for (copied, computed), count in Counter(costs.pairs(costs.call_classes)).items():
             times = self._add_pair(self._classes[copied], self._classes[computed])
             self._step = add([self._step, scale(times, count)])
 
@@ -199,11 +189,11 @@ class _Model:
         """Forward, backward and recomputation of a layer call; the constant part is added to that of the step."""
         everything, recompute = part.recompute()
         self._constant += part.costs.forward_seconds + part.costs.backward_seconds + everything
-        return add([recompute, part.moved(part.costs.compress_seconds)])
+        return recompute
 
     def _add_pair(self, copied: _Class, computed: _Class) -> Terms:
         """Seconds of forward and backward in which one call computes while another call's bytes are copied."""
-        costs, disk = self._costs, self._budget.disk
+        costs = self._costs
         forward, backward = (
             {self._program.column(seconds / self._unit): self._unit}
             for seconds in (computed.costs.forward_seconds, computed.costs.backward_seconds)
@@ -211,14 +201,12 @@ class _Model:
         everything, recompute = computed.recompute()
         compute = computed.costs.backward_seconds + everything
         self._program.row(add([recompute, scale(backward, -1.0)]), most=-compute)
-        if compress := computed.moved(computed.costs.compress_seconds):
-            self._program.row(add([compress, scale(forward, -1.0)]), most=-computed.costs.forward_seconds)
         moved, spilled = copied.bytes(*MOVED), copied.bytes("disk")
         self._add_copy("offload bandwidth", moved, costs.offload_bytes_per_second, forward)
         self._add_copy("prefetch bandwidth", moved, costs.prefetch_bytes_per_second, backward)
-        if disk is not None:
-            self._add_copy("disk write bandwidth", spilled, disk.write_bytes_per_second, forward)
-            self._add_copy("disk read bandwidth", spilled, disk.read_bytes_per_second, backward)
+        if self._budget.disk_bytes:
+            self._add_copy("disk write bandwidth", spilled, costs.disk_write_bytes_per_second, forward)
+            self._add_copy("disk read bandwidth", spilled, costs.disk_read_bytes_per_second, backward)
         return forward | backward
 
     def _add_copy(self, resource: Resource, copied: Terms, rate: float, time: Terms) -> None:
@@ -238,10 +226,10 @@ class _Model:
         room = budget.device_bytes - costs.fixed_device_bytes - least
         self._add_capacity("device memory", add([kept, scale(slot, 2.0), transient]), room)
         on_host = add(scale(part.bytes("host"), part.copies) for part in self._classes)
-        if budget.disk is not None:
+        if budget.disk_bytes:
             spilled = add(scale(part.bytes("disk"), part.copies) for part in self._classes)
-            self._add_capacity("disk space", spilled, budget.disk.capacity_bytes)
-            on_host = add([on_host, self._add_bounce_buffers(budget.disk.bounce_share)])
+            self._add_capacity("disk space", spilled, budget.disk_bytes)
+            on_host = add([on_host, self._add_bounce_buffers()])
         self._add_capacity("host memory", on_host, budget.host_bytes)
 
     def _add_recomputed(self) -> Terms:
@@ -256,13 +244,13 @@ class _Model:
             self._program.row(add([part.stored(OTHER, -size), scale(most, -1.0)]), most=below)
         return most
 
-    def _add_bounce_buffers(self, share: float) -> Terms:
+    def _add_bounce_buffers(self) -> Terms:
         """Host bytes of the bounce buffers: a share of the largest amount that a layer call spills."""
         most = {self._program.column(0.0): float(max(sum(part.costs.sizes) for part in self._classes) or 1)}
         for part in self._classes:
             if part.copies:
                 self._program.row(add([part.bytes("disk"), scale(most, -1.0)]), most=0.0)
-        return scale(most, share)
+        return scale(most, self._bounce_share)
 
     def _add_capacity(self, resource: Resource, held: Terms, limit: float) -> None:
         # A limit above twice the largest possible amount changes nothing, and far larger numbers hurt the solver.
@@ -299,17 +287,17 @@ class _Model:
 
     def _prices(self) -> Iterator[Price]:
         """The dual variables: seconds that a marginal amount of each resource saves."""
-        costs, disk = self._costs, self._budget.disk
+        costs = self._costs
         limits: dict[Resource, float] = {
             "device memory": self._budget.device_bytes,
             "host memory": self._budget.host_bytes,
             "offload bandwidth": costs.offload_bytes_per_second,
             "prefetch bandwidth": costs.prefetch_bytes_per_second,
         }
-        if disk is not None:
-            limits["disk space"] = disk.capacity_bytes
-            limits["disk write bandwidth"] = disk.write_bytes_per_second
-            limits["disk read bandwidth"] = disk.read_bytes_per_second
+        if self._budget.disk_bytes:
+            limits["disk space"] = self._budget.disk_bytes
+            limits["disk write bandwidth"] = costs.disk_write_bytes_per_second
+            limits["disk read bandwidth"] = costs.disk_read_bytes_per_second
         for resource, limit in limits.items():
             gain = self._capacity_price(resource) if resource in self._capacities else self._rate_price(resource, limit)
             yield Price(resource=resource, limit=limit, seconds=max(gain * self._unit, 0.0))
@@ -324,8 +312,6 @@ class _Model:
 
 
 _FEWEST_TILES: Final = 16
-_SAME: Final = 1e-9
-_Found = tuple[tuple[CallPlan, ...], StorageNeeds]
 
 # A tile is stored if at most this part of it is missing: rounding up, to the nearest, and down. Rounding down tolerates
 # a small part because the solver reaches whole tiles only within its tolerance.
@@ -337,14 +323,45 @@ class StorageError(ValueError):
     """The budget cannot hold the tensors that have to be stored."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StorageNeeds:
+    """Time of a step and the memory that it needs, without alignment."""
+
+    step_seconds: float
+    device_bytes: int
+    rounding_bytes: int
+    """Part of `device_bytes` for the two rounding buffers."""
+
+    host_bytes: int
+    disk_bytes: int
+
+    def fits(self, budget: Budget) -> bool:
+        """Whether no memory needs more than its budget."""
+        on_host = self.host_bytes <= budget.host_bytes and self.disk_bytes <= budget.disk_bytes
+        return on_host and self.device_bytes <= budget.device_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundedSolution:
+    """A plan in whole tokens, made from an optimum of the linear program."""
+
+    storage: StoragePlan
+    needs: StorageNeeds
+    bound_seconds: float
+    """Lower bound of the step time, reached with arbitrary fractions of the tokens."""
+
+    prices: tuple[Price, ...]
+
+
 def plan_storage(
     costs: StorageCosts,
-    budget: StorageBudget,
+    budget: Budget,
     *,
     tile_tokens: int = 128,
     may_drop_attention: bool = True,
     tolerance: float = 1e-3,
-) -> StoragePlan:
+    bounce_share: float = 0.0,
+) -> RoundedSolution:
     """Decide where the tensors of every layer call are stored so that the step time is minimal.
 
     Args:
@@ -353,53 +370,84 @@ def plan_storage(
         tile_tokens: Ranges begin at multiples of this many tokens if such a plan fits.
         may_drop_attention: Whether attention outputs may be recomputed.
         tolerance: Share of the step time by which a simpler plan may be slower, that is, one that recomputes no
-            attention output or that cuts layers into fewer and longer slices. The plan is never slower than the best
-            single alpha.
+            attention output or that cuts layers into fewer and longer slices.
+        bounce_share: See `solve_storage`.
 
     Raises:
         StorageError: The budget cannot hold the layer inputs, and the attention outputs if they may not be recomputed.
         RuntimeError: HiGHS failed.
     """
-    ideal = solve_storage(costs, budget, may_drop_attention=may_drop_attention)
-    if ideal is None:
-        raise StorageError(_shortage(costs, budget, may_drop_attention))
-    single = solve_storage(costs, budget, may_drop_attention=False, allowed=SINGLE_ALPHA)
-    alpha_seconds = single.seconds if single else None
-    longest = min((1 + tolerance) * ideal.seconds, (1 + _SAME) * (alpha_seconds or math.inf))
-    simple = solve_storage(costs, budget, may_drop_attention=False) if may_drop_attention else ideal
-    if simple is None or simple.seconds > longest:
-        simple = ideal
-    found = _in_long_slices(costs, budget, simple, tile_tokens, longest)
-    if found is None:
-        found = _in_little_room(costs, budget, ideal, tile_tokens, may_drop_attention)
-    calls, needs = found
-    plan = StoragePlan(
-        tokens=costs.tokens,
-        call_classes=costs.call_classes,
-        calls=calls,
-        needs=needs,
-        bound_seconds=ideal.seconds,
-        alpha_seconds=alpha_seconds,
-        prices=simple.prices,
-    )
-    simulate(costs, plan, budget)
-    return plan
+    return _Rounding(costs, budget, tile_tokens, may_drop_attention, bounce_share).best(tolerance)
 
 
-def _in_long_slices(
-    costs: StorageCosts, budget: StorageBudget, solution: StorageSolution, tile_tokens: int, longest: float
-) -> _Found | None:
-    """Round to the largest tiles with which the step is fast enough, else to the given tiles, if that fits.
+@dataclass(frozen=True, slots=True)
+class _Rounding:
+    """Searches a plan in whole tokens that is nearly as fast as the optimum of the linear program."""
 
-    Where layer inputs and attention outputs need small tiles to fit, the other kinds may do with large ones.
-    """
-    found = None
-    for tile in _tiles(costs.tokens, tile_tokens):
-        for required_tile in dict.fromkeys((tile, tile_tokens)):
-            found = _round(costs, budget, solution, required_tile, tile)
-            if found is not None and found[1].step_seconds <= longest:
-                return found
-    return found
+    costs: StorageCosts
+    budget: Budget
+    tile_tokens: int
+    may_drop_attention: bool
+    bounce_share: float
+
+    def best(self, tolerance: float) -> RoundedSolution:
+        ideal = self._solve(self.budget, self.may_drop_attention)
+        if ideal is None:
+            raise StorageError(_shortage(self.costs, self.budget, self.may_drop_attention))
+        longest = (1 + tolerance) * ideal.seconds
+        simple = self._solve(self.budget, False) if self.may_drop_attention else ideal
+        if simple is None or simple.seconds > longest:
+            simple = ideal
+        storage, needs = self._in_long_slices(simple, longest) or self._in_little_room(ideal)
+        simulate(self.costs, storage, self.budget, self.bounce_share)
+        return RoundedSolution(storage=storage, needs=needs, bound_seconds=ideal.seconds, prices=simple.prices)
+
+    def _solve(self, budget: Budget, may_drop_attention: bool) -> StorageSolution | None:
+        return solve_storage(self.costs, budget, may_drop_attention=may_drop_attention, bounce_share=self.bounce_share)
+
+    def _in_long_slices(self, solution: StorageSolution, longest: float) -> _Found | None:
+        """Round to the largest tiles with which the step is fast enough, else to the given tiles, if that fits.
+
+        Where layer inputs and attention outputs need small tiles to fit, the other kinds may do with large ones.
+        """
+        found = None
+        for tile in _tiles(self.costs.tokens, self.tile_tokens):
+            for required_tile in dict.fromkeys((tile, self.tile_tokens)):
+                found = self._round(solution, required_tile, tile)
+                if found is not None and found[1].step_seconds <= longest:
+                    return found
+        return found
+
+    def _in_little_room(self, ideal: StorageSolution) -> _Found:
+        """If no rounding of the optimum fits, solve again with a budget that leaves room for rounding up."""
+        costs, budget = self.costs, self.budget
+        for tile in (self.tile_tokens, 1):
+            roomy = self._solve(_less(budget, costs, ideal, tile), self.may_drop_attention)
+            for solution in (ideal, roomy):
+                found = self._round(solution, tile, tile) if solution else None
+                if found is not None:
+                    return found
+        for place in _places(budget):
+            # The solver violates capacities by up to 1e-9 of their largest coefficient; these plans are exact.
+            least = self._storage((_all_in(place, ideal.required, costs.tokens),) * len(costs.classes))
+            if (needs := needs_of(costs, least, self.bounce_share)).fits(budget):
+                return least, needs
+        raise StorageError(_shortage(costs, budget, self.may_drop_attention))
+
+    def _round(self, solution: StorageSolution, tile: int, product_tile: int) -> _Found | None:
+        """The fastest rounded plan that fits."""
+        fitting: list[_Found] = []
+        for calls in roundings(self.costs.classes, solution, self.costs.tokens, tile, product_tile):
+            storage = self._storage(calls)
+            if (needs := needs_of(self.costs, storage, self.bounce_share)).fits(self.budget):
+                fitting.append((storage, needs))
+        return min(fitting, key=lambda way: way[1].step_seconds, default=None)
+
+    def _storage(self, calls: tuple[CallPlan, ...]) -> StoragePlan:
+        return StoragePlan(tokens=self.costs.tokens, call_classes=self.costs.call_classes, calls=calls)
+
+
+_Found = tuple[StoragePlan, StorageNeeds]
 
 
 def _tiles(tokens: int, tile_tokens: int) -> Iterator[int]:
@@ -407,39 +455,12 @@ def _tiles(tokens: int, tile_tokens: int) -> Iterator[int]:
     return (tile_tokens << power for power in range(doublings, -1, -1))
 
 
-def _in_little_room(
-    costs: StorageCosts, budget: StorageBudget, ideal: StorageSolution, tile_tokens: int, may_drop_attention: bool
-) -> _Found:
-    """If no rounding of the optimum fits, solve again with a budget that leaves room for rounding up."""
-    for tile in (tile_tokens, 1):
-        roomy = solve_storage(costs, _less(budget, costs, ideal, tile), may_drop_attention=may_drop_attention)
-        for solution in (ideal, roomy):
-            found = _round(costs, budget, solution, tile, tile) if solution else None
-            if found is not None:
-                return found
-    for place in PLACES:
-        # The solver violates capacities by up to 1e-9 of their largest coefficient; these plans are exact.
-        least = (_all_in(place, ideal.required, costs.tokens),) * len(costs.classes)
-        if (needs := needs_of(costs, budget, least)).fits(budget):
-            return least, needs
-    raise StorageError(_shortage(costs, budget, may_drop_attention))
-
-
 def _all_in(place: Place, kinds: Sequence[str], tokens: int) -> CallPlan:
     """Store all tokens of some kinds in one place, and nothing else."""
     return CallPlan(ranges=tuple(StoredRange(kind=kind, place=place, start=0, stop=tokens) for kind in kinds))
 
 
-def _round(
-    costs: StorageCosts, budget: StorageBudget, solution: StorageSolution, tile: int, product_tile: int
-) -> _Found | None:
-    """The fastest rounded plan that fits."""
-    ways = roundings(costs.classes, solution, costs.tokens, tile, product_tile)
-    fitting = [(calls, needs) for calls in ways if (needs := needs_of(costs, budget, calls)).fits(budget)]
-    return min(fitting, key=lambda way: way[1].step_seconds, default=None)
-
-
-def _less(budget: StorageBudget, costs: StorageCosts, solution: StorageSolution, tile: int) -> StorageBudget:
+def _less(budget: Budget, costs: StorageCosts, solution: StorageSolution, tile: int) -> Budget:
     """The budget without the bytes that rounding can add: a tile for each place of a required kind, and a byte each."""
     added = [
         sum(-(-size * tile * len(PLACES) // costs.tokens) for size in call.sizes[: len(solution.required)])
@@ -448,16 +469,14 @@ def _less(budget: StorageBudget, costs: StorageCosts, solution: StorageSolution,
     ]
     on_device = total(costs.class_calls, added) + 2 * max(added)
     copied = total(costs.class_copies, added)
-    disk = budget.disk and replace(budget.disk, capacity_bytes=max(budget.disk.capacity_bytes - copied, 0))
-    return replace(
-        budget,
+    return Budget(
         device_bytes=max(budget.device_bytes - on_device, 0),
         host_bytes=max(budget.host_bytes - copied, 0),
-        disk=disk,
+        disk_bytes=max(budget.disk_bytes - copied, 0),
     )
 
 
-def _shortage(costs: StorageCosts, budget: StorageBudget, may_drop_attention: bool) -> str:
+def _shortage(costs: StorageCosts, budget: Budget, may_drop_attention: bool) -> str:
     """Describe in one line what has to be stored, and the memory available for it."""
     kinds = required_kinds(may_drop_attention)
     sizes = [sum(call.sizes[: len(kinds)]) for call in costs.classes]
@@ -465,7 +484,7 @@ def _shortage(costs: StorageCosts, budget: StorageBudget, may_drop_attention: bo
     room = budget.device_bytes - costs.fixed_device_bytes - costs.transient_device_bytes
     what = "layer inputs" if may_drop_attention else "layer inputs and attention outputs"
     device = f"has {format_bytes(room)} left" if room >= 0 else f"lacks {format_bytes(-room)} even without them"
-    disk = f", NVMe {format_bytes(budget.disk.capacity_bytes)}" if budget.disk else ""
+    disk = f", the disk {format_bytes(budget.disk_bytes)}" if budget.disk_bytes else ""
     way_out = "raise device_memory or host_memory" if room >= 0 else "raise device_memory"
     return (
         f"the {what} of {costs.calls} layer calls need {format_bytes(least)}, and if they are offloaded, another "
@@ -549,97 +568,35 @@ class _Tiling:
         return min(max(tiles * tile, lowest), stop)
 
 
-def needs_of(costs: StorageCosts, budget: StorageBudget, calls: Sequence[CallPlan]) -> StorageNeeds:
+def needs_of(costs: StorageCosts, storage: StoragePlan, bounce_share: float = 0.0) -> StorageNeeds:
     """Time and memory of a step.
 
     Args:
         costs: Bytes and seconds of each class of layer calls.
-        budget: Only its NVMe bandwidths and bounce buffers are used, not the capacities.
-        calls: Plan of each class.
+        storage: A plan for these classes.
+        bounce_share: See `solve_storage`.
     """
+    calls = storage.calls
     kept, swapped, spilled = (
-        [_bytes(call, plan, costs.tokens, place) for call, plan in zip(costs.classes, calls, strict=True)]
+        [stored_bytes_of(call, plan, costs.tokens, place) for call, plan in zip(costs.classes, calls, strict=True)]
         for place in PLACES
     )
     rounding = 2 * max(a + b for a, b in zip(swapped, spilled, strict=True))
-    always = costs.fixed_device_bytes + costs.working_bytes([plan.tokens(OTHER) for plan in calls])
+    recomputed = storage.recomputed_bytes([costs.classes[number].other_bytes for number in costs.call_classes])
+    leaving = (size for copies, size in zip(costs.class_copies, spilled, strict=True) if copies)
+    bounce_bytes = math.ceil(bounce_share * max(leaving, default=0))
     return StorageNeeds(
-        step_seconds=_step_seconds(costs, budget, calls),
-        device_bytes=always + rounding + total(costs.class_calls, kept),
+        step_seconds=step_time(costs, storage).seconds,
+        device_bytes=costs.fixed_device_bytes
+        + costs.working_bytes_with(recomputed)
+        + rounding
+        + total(costs.class_calls, kept),
         rounding_bytes=rounding,
-        host_bytes=total(costs.class_copies, swapped) + _bounce_bytes(costs, budget, spilled),
+        host_bytes=total(costs.class_copies, swapped) + bounce_bytes,
         disk_bytes=total(costs.class_copies, spilled),
     )
-
-
-def _bounce_bytes(costs: StorageCosts, budget: StorageBudget, spilled: Sequence[int]) -> int:
-    """Host bytes of the bounce buffers."""
-    if budget.disk is None:
-        return 0
-    leaving = (size for copies, size in zip(costs.class_copies, spilled, strict=True) if copies)
-    return math.ceil(budget.disk.bounce_share * max(leaving, default=0))
 
 
 def total(counts: Sequence[int], sizes: Sequence[int]) -> int:
     """Sum of the sizes, each times its count."""
     return sum(count * size for count, size in zip(counts, sizes, strict=True))
-
-
-def _step_seconds(costs: StorageCosts, budget: StorageBudget, calls: Sequence[CallPlan]) -> float:
-    """Expected seconds of a step: for each call the longer of its copies and the next call's computation.
-
-    If all layer calls are equal, this is MEMO's time of a step (section 4.2).
-    """
-    parts = list(zip(costs.classes, calls, strict=True))
-
-    def moved(plan: CallPlan) -> float:
-        return plan.tokens(OTHER, *MOVED) / costs.tokens
-
-    compute = [
-        (
-            call.forward_seconds + moved(plan) * call.compress_seconds,
-            call.backward_seconds + recompute_seconds(call, plan, costs.tokens) + moved(plan) * call.restore_seconds,
-        )
-        for call, plan in parts
-    ]
-    copies = [_copy_seconds(costs, budget, call, plan) for call, plan in parts]
-    seconds = costs.outside_seconds
-    for number in costs.unpaired:
-        seconds += sum(compute[number])
-    for (copied, computed), count in costs.pairs.items():
-        seconds += count * sum(max(pair) for pair in zip(copies[copied], compute[computed], strict=True))
-    return seconds
-
-
-def recompute_seconds(call: CallCosts, plan: CallPlan, tokens: int) -> float:
-    """Seconds that a layer call recomputes.
-
-    Args:
-        call: Costs of the call.
-        plan: What the call stores.
-        tokens: Tokens of the call.
-    """
-    whole = plan.tokens(OTHER)
-    again = sum(product.seconds * (tokens - whole - plan.tokens(product.name)) for product in call.products)
-    dropped = call.attention_share(tokens - plan.tokens(ATTENTION), tokens) * call.attention_seconds
-    return (again + call.elementwise_seconds * (tokens - whole)) / tokens + dropped
-
-
-def _copy_seconds(costs: StorageCosts, budget: StorageBudget, call: CallCosts, plan: CallPlan) -> tuple[float, float]:
-    moved, spilled = (_bytes(call, plan, costs.tokens, *places) for places in (MOVED, ("disk",)))
-    out, back = moved / costs.offload_bytes_per_second, moved / costs.prefetch_bytes_per_second
-    if budget.disk is None:
-        return out, back
-    return (
-        max(out, spilled / budget.disk.write_bytes_per_second),
-        max(back, spilled / budget.disk.read_bytes_per_second),
-    )
-
-
-def _bytes(call: CallCosts, plan: CallPlan, tokens: int, *places: Place) -> int:
-    """Bytes that a layer call stores in some places; each kind and place is rounded up."""
-    return sum(
-        -(-size * plan.tokens(kind, place) // tokens)
-        for place in places
-        for kind, size in zip(call.kinds, call.sizes_in(place), strict=True)
-    )

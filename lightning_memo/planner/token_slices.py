@@ -9,16 +9,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
-from lightning_memo.artifacts.costs import ATTENTION, INPUT, MOVED, OTHER, PLACES, Place
+from lightning_memo.artifacts.costs import ATTENTION, INPUT, MOVED, OTHER, PLACES, Place, is_product
 from lightning_memo.artifacts.plan import CallPlan, PlanMemory, StoragePlan, StoredRange
-from lightning_memo.artifacts.slot_layouts import compressed_bytes
 
 ALIGNMENT_BYTES: Final = 64  # a cache line, which is also enough for every vectorized kernel
 
 # GEMMs run at full speed on whole tiles of tokens. Short sequences are cut at alpha exactly.
 TILE_TOKENS = 128
 TILED_FROM_TOKENS = 2048
-_MOST_FILLING: Final = compressed_bytes(1, 8)  # a block, for a tensor of a single value
 KEPT: Final[tuple[tuple[str, Place], ...]] = ((INPUT, "host"), (ATTENTION, "device"), (OTHER, "device"))
 """Places of a slice whose tensors stay on the device."""
 SWAPPED: Final[tuple[tuple[str, Place], ...]] = (
@@ -38,8 +36,6 @@ RECOMPUTED: Final[tuple[tuple[str, Place], ...]] = (
 """Places of a slice that a single alpha recomputes. Later slices attend to its keys and values."""
 # Kind of a storage plan for each kind of `SavedBytes`.
 _KINDS: Final = {"out": ATTENTION, "lse": ATTENTION, "query": OTHER, "key": OTHER, "value": OTHER}
-KINDS: Final = (INPUT, ATTENTION, OTHER, *_KINDS, "shared", "state")
-"""All kinds of tensors but matrix products, none of which has such a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +65,7 @@ class TokenRange:
     @property
     def has_products(self) -> bool:
         """Whether outputs of single matrix products are stored."""
-        return any(kind not in KINDS for kind, _ in self.places)
+        return any(is_product(kind) for kind, _ in self.places)
 
     def place(self, kind: str) -> Place | None:
         """Where tensors of a kind are stored; None if they are not.
@@ -102,18 +98,11 @@ class SavedBytes:
             the start of a slice that is recomputed; a swapped one saves as much more, the tokens before it).
         size_bytes: Bytes for all tokens.
         per_token: Whether the size is proportional to the tokens. False, for example, for a function of weights.
-        swapped_bytes: Bytes in a slot if the tensor is compressed there; None if it is not.
     """
 
     kind: str
     size_bytes: int
     per_token: bool = True
-    swapped_bytes: int | None = None
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes in a slot."""
-        return self.size_bytes if self.swapped_bytes is None else self.swapped_bytes
 
 
 def tile_of(tokens: int) -> int:
@@ -264,7 +253,11 @@ def aligned(size_bytes: int) -> int:
 
 
 def stored_bytes(
-    saved: Sequence[SavedBytes], tokens: int, slices: Sequence[TokenRange], *places: Place, schedule: str = "layer"
+    saved: Sequence[SavedBytes],
+    tokens: int,
+    slices: Sequence[TokenRange],
+    *places: Place,
+    joint_attention: bool = False,
 ) -> int:
     """Bytes that a layer call stores in some places, including alignment where the place is its slot.
 
@@ -274,9 +267,9 @@ def stored_bytes(
         tokens: Number of tokens that `saved` was measured for.
         slices: Slices of the plan.
         places: The places: what is swapped or spilled is in the slot.
-        schedule: "layer" or "nest".
+        joint_attention: Whether attention runs over all slices at once.
     """
-    whole = schedule == "nest" or len(slices) == 1
+    whole = joint_attention or len(slices) == 1
     total = 0
     for n, part in enumerate(slices):
         alone = part.recomputes and (whole or n == len(slices) - 1)  # no later slice attends to it
@@ -290,9 +283,11 @@ def stored_bytes(
     return total
 
 
-def slot_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[TokenRange], schedule: str) -> int:
+def slot_bytes(
+    saved: Sequence[SavedBytes], tokens: int, slices: Sequence[TokenRange], joint_attention: bool = False
+) -> int:
     """Bytes of the slot that holds all slices of a layer call; see `stored_bytes` for the arguments."""
-    return stored_bytes(saved, tokens, slices, *MOVED, schedule=schedule)
+    return stored_bytes(saved, tokens, slices, *MOVED, joint_attention=joint_attention)
 
 
 def memory_of_plan(
@@ -300,7 +295,7 @@ def memory_of_plan(
     calls: Sequence[tuple[Sequence[SavedBytes], int]],
     leaving: int,
     *,
-    schedule: str = "layer",
+    joint_attention: bool = False,
     multiple: int = 1,
 ) -> PlanMemory:
     """Return the bytes that all layer calls store by a plan.
@@ -310,7 +305,7 @@ def memory_of_plan(
         calls: For each layer call, the tensors that it saves, outputs of its matrix products included where the plan
             names them, and the number of tokens for which they were measured.
         leaving: Number of layer calls that leave the device, which are the first ones.
-        schedule: "layer" or "nest".
+        joint_attention: Whether attention runs over all slices of a layer at once.
         multiple: Slices begin at multiples of this many tokens.
     """
 
@@ -318,7 +313,7 @@ def memory_of_plan(
     def sizes(number: int, alike: int) -> list[int]:
         saved, tokens = calls[alike]
         slices = slices_of(plan, plan.call_classes.index(number), plan.tokens, multiple)
-        return [stored_bytes(saved, tokens, slices, place, schedule=schedule) for place in PLACES]
+        return [stored_bytes(saved, tokens, slices, place, joint_attention=joint_attention) for place in PLACES]
 
     first: dict[int, int] = {}
     of_calls = [sizes(plan.call_classes[n], first.setdefault(id(saved), n)) for n, (saved, _) in enumerate(calls)]
@@ -373,10 +368,7 @@ def share(item: SavedBytes, part_tokens: int, tokens: int) -> int:
 
 def in_slot(item: SavedBytes, part_tokens: int, tokens: int) -> int:
     """Bytes of a slot that a saved tensor takes for `part_tokens` of the `tokens` for which it was measured."""
-    if item.swapped_bytes is None:
-        return aligned(share(item, part_tokens, tokens))
-    # The last block of the part may be filled up.
-    return aligned(-(-item.swapped_bytes * part_tokens // tokens) + _MOST_FILLING)
+    return aligned(share(item, part_tokens, tokens))
 
 
 def why_not_stored(plan: StoragePlan, nested: bool) -> str:

@@ -9,9 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +18,14 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memo.artifacts.costs import Budget, CallCosts, LayerCosts, Product
 from lightning_memo.artifacts.plan import Fingerprint
-from lightning_memo.artifacts.slot_layouts import DiskLayout, compressed_bytes
+from lightning_memo.artifacts.slot_layouts import DiskLayout
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine.copy_streams import make_copy_stream, use_device
 from lightning_memo.engine.layers.step_profile import CallProfile, StepProfile
-from lightning_memo.engine.memory.compressed_values import CompressedValues
 from lightning_memo.engine.memory.disk import DiskStore, free_disk_bytes
-from lightning_memo.engine.memory.host_arena import HostArena
+from lightning_memo.engine.memory.host import HostArena
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
-from lightning_memo.planner.choose_plan import usable_device_bytes
+from lightning_memo.planner.make_plan import usable_device_bytes
 from lightning_memo.profiler.memory_meter import WorkingSet
 from lightning_memo.utils.free_host_memory import available_host_bytes
 
@@ -117,9 +114,6 @@ _USABLE_HOST_SHARE = 0.9
 _USABLE_DISK_SHARE = 0.9
 # Kinds of tensors that a slice recomputes if it is not swapped.
 _RECOMPUTED = ("query", "key", "value", "other")
-_COMPRESSED: Final = {"cuda": 2**24, "cpu": 2**19}  # enough for a GPU to outweigh the launches of kernels
-_LEAST_COMPRESSED: Final = 2**16
-_COMPRESSION_RUNS: Final = 3
 
 
 def measured_layer_costs(
@@ -151,7 +145,7 @@ def measured_layer_costs(
     copied = min(copied, _LONGEST_COPY_BYTES)
     offload, prefetch = copy_bandwidth(device, copied, arena)
     write, read = (0.0, 0.0) if disk_path is None else disk_bandwidth(disk_path, device, copied)
-    costs = LayerCosts(
+    return LayerCosts(
         batch=profile.batch,
         tokens=profile.tokens,
         input_bytes=profile.bytes_of("input"),
@@ -170,61 +164,6 @@ def measured_layer_costs(
         disk_write_bytes_per_second=write,
         disk_read_bytes_per_second=read,
     )
-    return _with_compression(costs, profile, device)
-
-
-def _with_compression(costs: LayerCosts, profile: StepProfile, device: torch.device) -> LayerCosts:
-    """Return the costs with those of compression, if tensors are swapped compressed."""
-    calls = profile.in_order()
-    if not any(call.compressible_bytes for call in calls):
-        return costs
-    compress, restore = _compression_speed(device)
-    sizes = [call.compressible_bytes * call.tokens // call.slice_tokens for call in calls]
-    return replace(
-        costs,
-        swapped_other_bytes=tuple(call.swapped_bytes_of(*_RECOMPUTED) for call in calls),
-        compress_seconds=tuple(size / compress for size in sizes),
-        restore_seconds=tuple(size / restore for size in sizes),
-        # What one operation reads is restored at once.
-        backward_device_bytes=costs.backward_device_bytes + profile.most_read_bytes,
-    )
-
-
-def _compression_speed(device: torch.device) -> tuple[float, float]:
-    """Return the bytes of bf16 that a device compresses per second, and that it restores.
-
-    The kernels read and write memory, and do little else: the bytes of other types take about as long.
-
-    Args:
-        device: The device.
-    """
-    values, memory = _values_to_compress(_COMPRESSED[device.type], device)
-    compressed = CompressedValues(memory, len(values), values.dtype)
-    compress, restore = (_shortest_run(run, device) for run in (lambda: compressed.write(values), compressed.read))
-    return values.nbytes / compress, values.nbytes / restore
-
-
-def _values_to_compress(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return values, and memory for them compressed: the step may have left little of the device."""
-    try:
-        values = torch.ones(count, dtype=torch.bfloat16, device=device)
-        return values, torch.empty(compressed_bytes(count, values.itemsize), dtype=torch.uint8, device=device)
-    except torch.OutOfMemoryError:
-        if count <= _LEAST_COMPRESSED:
-            raise
-    return _values_to_compress(count // 4, device)
-
-
-def _shortest_run(run: Callable[[], object], device: torch.device) -> float:
-    """Return the shortest duration of some runs, the first of which warms up."""
-    times = []
-    for _ in range(_COMPRESSION_RUNS + 1):
-        _synchronize(device)
-        begin = time.perf_counter()
-        run()
-        _synchronize(device)
-        times.append(time.perf_counter() - begin)
-    return min(times[1:])
 
 
 def _synchronize(device: torch.device) -> None:
@@ -257,9 +196,6 @@ def _call_costs(call: CallProfile, costs: LayerCosts, number: int, attention_sec
         attention_seconds=attention_seconds,
         elementwise_seconds=max(elementwise, 0.0),
         window_tokens=max(bounded) if bounded and len(bounded) == len(call.windows) else None,
-        swapped_other_bytes=None if costs.swapped_other_bytes is None else costs.swapped_other_bytes[number],
-        compress_seconds=0.0 if costs.compress_seconds is None else costs.compress_seconds[number],
-        restore_seconds=0.0 if costs.restore_seconds is None else costs.restore_seconds[number],
     )
 
 
@@ -308,28 +244,32 @@ def _device_blocks(size_bytes: int, device: torch.device) -> list[Tensor]:
 
 
 def disk_bandwidth(folder: Path, device: torch.device, size_bytes: int) -> tuple[float, float]:
-    """Return the bytes per second from device to disk and back, both at once, with the engine's spill file.
+    """Return the bytes per second from device to disk and back, both at once, with the engine's file.
 
     Raises:
         DiskError: The disk does not have the space, or it failed.
         ValueError: The folder cannot be used.
     """
     sizes = DiskLayout(max(size_bytes, 1))
-    spill = DiskStore(folder, 2 * sizes.region_bytes, sizes, device)
+    disk = DiskStore(folder, 2 * sizes.region_bytes, sizes, device)
     going, coming = (torch.zeros(sizes.region_bytes, dtype=torch.uint8, device=device) for _ in range(2))
-    spill.write(going, sizes.region_bytes).synchronize()
+    there, back = disk.take(sizes.region_bytes), disk.take(sizes.region_bytes)
+    assert there is not None and back is not None
+    back.write(going)
+    back.synchronize()
 
     def write() -> None:
-        spill.write(going, 0).synchronize()
+        there.write(going)
+        there.synchronize()
 
     def read() -> None:
-        spill.read(coming, sizes.region_bytes, None).synchronize()
+        back.read(coming).synchronize()
 
     try:
         start = functools.partial(use_device, device)
         return measure_copy_bandwidth(write, read, sizes.region_bytes, _BANDWIDTH_SECONDS, start)
     finally:
-        spill.close()
+        disk.close()
 
 
 def state_bytes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:

@@ -25,9 +25,10 @@ from lightning_memo.artifacts.costs import (
     LayerCosts,
     Place,
     StorageCosts,
+    is_product,
 )
 from lightning_memo.artifacts.plan import CallPlan, Plan, StoragePlan
-from lightning_memo.planner.plan_storage_kinds import ResourceSensitivity, resource_sensitivities
+from lightning_memo.planner.explain_plan import ResourceSensitivity, resource_sensitivities
 from lightning_memo.utils.units import format_bytes, format_seconds
 
 _MOST_CALLS: Final = 8  # layer calls named in a line
@@ -38,7 +39,7 @@ _NAMES = {INPUT: "layer input", ATTENTION: "attention output", OTHER: "everythin
 
 
 def plan_tables(plan: Plan) -> list[Table]:
-    """All tables of a plan: `plan_table`, and with `storage="kinds"` those of tensor kinds and resources.
+    """All tables of a plan: `plan_table`, and those of kinds of tensors and resources, if the plan names kinds.
 
     Args:
         plan: Any plan.
@@ -46,7 +47,7 @@ def plan_tables(plan: Plan) -> list[Table]:
     storage, costs = plan.swap.storage, plan.storage_costs
     if costs is None:
         return [plan_table(plan)]
-    return [plan_table(plan), _kinds_table(storage, costs), _resources_table(storage)]
+    return [plan_table(plan), _kinds_table(storage, costs), _resources_table(plan)]
 
 
 def plan_table(plan: Plan) -> Table:
@@ -113,7 +114,6 @@ def _call_costs(costs: LayerCosts, call: int) -> CallCosts:
         backward_seconds=costs.backward_seconds[call],
         attention_seconds=0.0,
         elementwise_seconds=costs.recompute_seconds[call],
-        swapped_other_bytes=None if costs.swapped_other_bytes is None else costs.swapped_other_bytes[call],
     )
 
 
@@ -129,7 +129,7 @@ def _stored_call_bytes(call: CallCosts, stored: CallPlan, tokens: int) -> tuple[
         sum(
             -(-size * stored.tokens(kind, place) // tokens)
             for place in places
-            for kind, size in zip(call.kinds, call.sizes_in(place), strict=True)
+            for kind, size in zip(call.kinds, call.sizes, strict=True)
         )
         for places in _MOVED_AND_KEPT
     )
@@ -149,13 +149,13 @@ def _summary(plan: Plan) -> list[str]:
     backing = {
         "none": "",
         "attention": ", keys and values on the host",
-        "all": ", everything but the current slice on the host",
+        "hidden": ", keys, values and hidden states on the host",
+        "model": ", everything but the current slice on the host",
     }
     of_layers = " of the layers" if len({call.tokens(OTHER) for call in swap.storage.calls}) > 1 else ""
     what = f"alpha={swap.alpha:.4g}{of_layers}" if swap.storage.has_one_alpha else "by kind of tensor"
-    compressed = plan.costs.swapped_other_bytes is not None and swap.precision != "exact"
-    stored = f", activations swapped in {swap.precision}" if compressed else ""
-    how = f"{what}, {swap.schedule} schedule{slices}{backing[swap.host_backed]}{stored}"
+    joint = ", joint attention of all slices" if swap.joint_attention else ""
+    how = f"{what}{joint}{slices}{backing[swap.stream_from_host]}"
     return [
         f"mode    {'plain, nothing swapped or recomputed' if swap.plain else f'memo, {how}'}",
         *_kernel(plan),
@@ -221,10 +221,9 @@ def _kinds_table(plan: StoragePlan, costs: StorageCosts) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for number, (call, stored) in enumerate(zip(costs.classes, plan.calls, strict=True)):
         label = _numbers_text([n for n, of in enumerate(costs.call_classes) if of == number])
-        for kind, size, moved in zip(call.kinds, call.sizes, call.sizes_in("host"), strict=True):
+        for kind, size in zip(call.kinds, call.sizes, strict=True):
             shares = _shares(kind, stored, plan.tokens, places)
-            text = format_bytes(size) + (f", {format_bytes(moved)} in fp8" if moved != size else "")
-            table.add_row(label, _NAMES.get(kind, f"  of it {kind}"), text, *shares)
+            table.add_row(label, _NAMES.get(kind, f"  of it {kind}"), format_bytes(size), *shares)
             label = ""
     return table
 
@@ -235,7 +234,7 @@ def _spills(plan: StoragePlan) -> bool:
 
 def _shares(kind: str, stored: CallPlan, tokens: int, places: Sequence[Place]) -> list[str]:
     there = stored.tokens(kind)
-    if kind not in (INPUT, ATTENTION, OTHER):
+    if is_product(kind):
         there += stored.tokens(OTHER)  # the products of these tokens are stored, too
     held = [stored.tokens(kind, place) for place in places]
     return [f"{count / tokens:.0%}" if count else "-" for count in (*held, tokens - there)]
@@ -247,7 +246,7 @@ def _numbers_text(numbers: Iterable[int]) -> str:
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
 
-def _resources_table(plan: StoragePlan) -> Table:
+def _resources_table(plan: Plan) -> Table:
     """Make a table of the resources, and how much time one more GiB or GB/s of each would save.
 
     Args:

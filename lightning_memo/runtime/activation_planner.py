@@ -18,7 +18,7 @@ from lightning_memo.engine import Engine
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.memory.disk import DiskError
 from lightning_memo.parallel.ranks import Ranks, on_first_rank
-from lightning_memo.planner.choose_plan import Seconds, choose_plan
+from lightning_memo.planner.make_plan import Seconds, choose_plan
 from lightning_memo.planner.token_slices import slices_of
 from lightning_memo.profiler.measured_costs import (
     available_budget,
@@ -95,7 +95,7 @@ class ActivationPlanner(MetersSteps):
         swap, settings = plan.swap, self._engine.settings
         longest = swap.storage.slice_tokens
         if longest is not None and settings.slice_tokens is None and not settings.divided:
-            self._engine.cut(longest, swap.host_backed)  # a step of the earlier run did not fit without
+            self._engine.cut(longest, swap.stream_from_host)  # a step of the earlier run did not fit without
         self._raising_together(lambda: self._engine.load(plan.swap, plan.costs.batch * plan.costs.tokens))
         self._engine.attention.trials = plan.attention_trials
         self.plan, self._is_unproven = plan, True
@@ -148,11 +148,10 @@ class ActivationPlanner(MetersSteps):
         self._agree_on_layers(everyone=True)
         why = self._engine.layer_classes.unsliceable
         cuts = len(slices_of(swap.storage, 0, swap.storage.tokens)) > 1
-        compresses = self.plan.costs.swapped_other_bytes is not None
-        if why and (cuts or compresses) and not swap.plain and self._engine.profile is None:
+        if why and cuts and not swap.plain and self._engine.profile is None:
             rank_zero_warn(
-                "lightning_memo: the plan is dropped, and the next batch is profiled: it "
-                f"{'cuts layers into slices' if cuts else 'compresses activations'}, but {why}."
+                f"lightning_memo: the plan is dropped, and the next batch is profiled: it cuts layers into slices, but "
+                f"{why}."
             )
             self._dropped = True
             self._engine.unload()
@@ -169,9 +168,6 @@ class ActivationPlanner(MetersSteps):
         earlier = self.plan
         first = earlier is None
         self._agree_on_layers(first)
-        if self._engine.layer_classes.unsliceable:
-            for call in profile.in_order():
-                call.store_exactly()
         # Calls of a later stack may have been larger than this batch's; the size of a batch shows at its first call.
         profile.extend(self._engine.limits.largest)
         if self._engine.micro_batches.in_flight is not None:
@@ -181,8 +177,7 @@ class ActivationPlanner(MetersSteps):
             return  # the next batch is profiled
         plan = self._raising_together(lambda: self._solve(step, first), everyone=first)
         kernels = self._engine.attention
-        precision = self._engine.settings.swap_precision if not plan.swap.plain else "exact"
-        swap = replace(plan.swap, attention=kernels.chosen or plan.swap.attention, precision=precision)
+        swap = replace(plan.swap, attention=kernels.chosen or plan.swap.attention)
         plan = replace(plan, swap=swap, attention_trials=kernels.trials)
         self._raising_together(lambda: self._engine.load(plan.swap, profile.batch * profile.tokens), everyone=first)
         self.plan = plan
@@ -212,7 +207,7 @@ class ActivationPlanner(MetersSteps):
         in_pipeline = (sum(in_flight or (1,)) - 1) * 2 * max(profile.bytes_of("input"))
         waiting = engine.micro_batches.waiting - bool(metered)  # while it was metered, the gradients of one waited
         working_set = working_set.with_more(in_pipeline + waiting * engine.micro_batches.waiting_bytes)
-        arena = None if engine.memory is None else engine.memory.arena
+        arena = None if engine.memory is None else engine.memory.host.arena
         costs = self._raising_together(
             lambda: measured_layer_costs(
                 profile, step_seconds, fixed, working_set, device, engine.settings.disk_path, arena
@@ -229,19 +224,18 @@ class ActivationPlanner(MetersSteps):
         )
 
     def _solve(self, step: MeasuredStep, everyone: bool) -> Plan:
-        storage, by_kind = self._engine.settings.storage, None
-        if storage == "kinds" or (storage == "auto" and self._can_name_kinds(step.profile, everyone)):
+        settings, by_kind = self._engine.settings, None
+        if settings.by_kind and self._can_name_kinds(step.profile, everyone):
             by_kind = plan_by_kind(
                 step,
                 self._ranks,
                 everyone,
                 device_measured=self._measures_device,
-                optional=storage == "auto",
-                divided=self._engine.settings.divided,
+                divided=settings.divided,
                 exchanging=self._config.expert_parallel_size > 1,
-                schedule=self._engine.layer_classes.schedule,
+                joint_attention=self._engine.layer_classes.joint_attention,
             )
-        if by_kind is not None and storage == "kinds":
+        if by_kind is not None and settings.test_mode is not None and settings.test_mode.plans == "kinds":
             return by_kind
 
         def slowest(seconds: Seconds) -> Seconds:
@@ -280,7 +274,7 @@ class ActivationPlanner(MetersSteps):
     def _announce(self, plan: Plan) -> None:
         if self._run.rank == 0:
             classes, settings = self._engine.layer_classes, self._engine.settings
-            on_host = settings.may_stream and settings.host_backed == "auto" and settings.schedule != "nest"
+            on_host = settings.may_stream and settings.stream_from_host == "auto" and not settings.joint_attention
             why_on_device = classes.needs_full_attention if on_host and not classes.unsliceable else ""
             announce_plan(plan, self._config, classes.unsliceable, why_on_device)
             self._save(plan)

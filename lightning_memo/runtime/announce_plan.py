@@ -38,7 +38,7 @@ def announce_plan(plan: Plan, config: MemoConfig, unsliceable: str, why_on_devic
 
 
 def announce_whole_layers(plan: Plan, config: MemoConfig, unsliceable: str) -> None:
-    """Warn that layers run as one slice, if slices or compression were asked for or would have been another plan.
+    """Warn that layers run as one slice, if slices were asked for or would have been another plan.
 
     Args:
         plan: The plan.
@@ -46,11 +46,6 @@ def announce_whole_layers(plan: Plan, config: MemoConfig, unsliceable: str) -> N
         unsliceable: Why layers cannot be cut into slices; empty if they can.
     """
     swap = plan.swap
-    if unsliceable and swap.precision != "exact":
-        rank_zero_warn(
-            f'lightning_memo: swap_precision="{swap.precision}" compresses nothing, because layers run as one slice: '
-            f"{unsliceable}."
-        )
     as_given = config.alpha in (0.0, 1.0) and config.slice_tokens == "auto"  # layers run whole wherever they can
     if not unsliceable or swap.plain or as_given:
         return

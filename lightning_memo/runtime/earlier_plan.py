@@ -88,7 +88,8 @@ class EarlierPlan:
             return Plan.load(self._config.plan)
         try:
             return Plan.from_json(self._resumed or "")
-        except ValueError:
+        except ValueError as error:
+            rank_zero_warn(f"lightning_memo: {self.source} is not used, and the first batch is profiled: {error}.")
             return None
 
     def _refuse_different(self, plan: Plan | None) -> None:
@@ -165,5 +166,5 @@ def _executed_alike(swap: SwapPlan) -> tuple[object, ...]:
         [replace(r, place="host") if r.place == "disk" else r for r in swap.storage.call(number).ranges]
         for number in range(swap.calls)
     ]
-    runs = swap.schedule, swap.host_backed, swap.in_flight, swap.attention, swap.precision
+    runs = swap.stream_from_host, swap.joint_attention, swap.in_flight, swap.attention
     return *runs, swap.storage.tokens, swap.storage.slice_tokens, calls

@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_memo.artifacts.plan import HostBacked
+from lightning_memo.artifacts.plan import StreamFromHost
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.planner import HostMemoryError
@@ -28,8 +28,8 @@ _ESTIMATE: Final = "python -m lightning_memo.estimate shows what fits"
 
 # Number of slices of a sequence, and what lives on the host besides swapped activations: the fastest comes first.
 # Slices of a length that the user gave stay as long.
-_LADDER: Final[tuple[tuple[int, HostBacked], ...]] = ((16, "none"), (32, "attention"), (64, "all"))
-_MOVED: Final = {"none": 0, "auto": 1, "attention": 1, "all": 2}  # by what lives on the host
+_LADDER: Final[tuple[tuple[int, StreamFromHost], ...]] = ((16, "none"), (32, "attention"), (64, "hidden"))
+_MOVED: Final = {"none": 0, "auto": 1, "attention": 1, "hidden": 2}  # by what lives on the host
 
 
 class OutOfMemoryRetry:
@@ -250,11 +250,11 @@ class ShorterSlices:
     def __init__(self, engine: Engine, config: MemoConfig, alone: bool) -> None:
         self._engine, self._config, self._tried = engine, config, 0
         self._given = None if config.slice_tokens == "auto" else int(config.slice_tokens)
-        free = self._given is None or (config.host_backed == "auto" and config.schedule != "slice")
-        self._may = alone and free and config.storage != "kinds" and config.schedule != "nest"
+        free = self._given is None or config.stream_from_host == "auto"
+        self._may = alone and free and not engine.settings.joint_attention
         # Layers of several stacks, and those that go to a disk, leave the device as a whole.
         self._whole = config.disk_path is not None or engine.settings.stacks > 1
-        self._ladder = _LADDER[:1] if self._whole or config.host_backed == "none" else _LADDER
+        self._ladder = _LADDER[:1] if self._whole or config.stream_from_host == "none" else _LADDER
 
     @property
     def can_cut(self) -> bool:
@@ -264,9 +264,9 @@ class ShorterSlices:
 
     def cut(self) -> str:
         """Cut layers into the next shorter slices, and return what to set to begin with them."""
-        self._tried, tokens, host_backed = self._next()[0]
-        self._engine.cut(tokens, host_backed)
-        return f'slice_tokens={tokens}, host_backed="{host_backed}"'
+        self._tried, tokens, stream = self._next()[0]
+        self._engine.cut(tokens, stream)
+        return f'slice_tokens={tokens}, stream_from_host="{stream}"'
 
     @property
     def advice(self) -> str:
@@ -281,21 +281,21 @@ class ShorterSlices:
         config, settings, classes = self._config, self._engine.settings, self._engine.layer_classes
         if classes.unsliceable or settings.slice_tokens == 1:
             return ""
-        way = "set slice_tokens" if config.storage != "kinds" else 'set storage="alpha" and slice_tokens'
+        way = "set slice_tokens"
         if settings.slice_tokens is not None:
             given = config.slice_tokens != "auto"
             way = "lower slice_tokens" if given else f"set slice_tokens below {settings.slice_tokens}"
-        nests = bool(classes.needs_full_attention) or settings.schedule == "nest"
-        more = not (self._whole or nests or settings.host_backed == "all")
-        return f"{way} (host_backed='all' takes the least)" if more else way
+        joint = bool(classes.needs_full_attention) or settings.joint_attention
+        more = not (self._whole or joint or settings.stream_from_host in ("hidden", "model"))
+        return f"{way} (stream_from_host='hidden' takes less)" if more else way
 
-    def _next(self) -> list[tuple[int, int, HostBacked]]:
+    def _next(self) -> list[tuple[int, int, StreamFromHost]]:
         """The rest of the ladder: number of the rung, tokens of a slice, and what lives on the host."""
         whole, settings = self._engine.profiled_tokens, self._engine.settings
         if self._given is None:
             rungs = [(n, _tiled(whole, slices), backed) for n, (slices, backed) in enumerate(self._ladder, 1)]
             return [rung for rung in rungs if rung[0] > self._tried and rung[1] < (settings.slice_tokens or whole)]
-        moved = _MOVED[settings.host_backed]
+        moved = _MOVED[settings.stream_from_host]
         rungs = [(n, self._given, backed) for n, (_, backed) in enumerate(self._ladder, 1) if _MOVED[backed] > moved]
         return rungs if self._given < whole else []
 

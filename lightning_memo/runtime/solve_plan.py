@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from lightning_memo.artifacts.costs import Budget, LayerCosts, StorageCosts
-from lightning_memo.artifacts.plan import Fingerprint, Plan, PlanMemory, Schedule, StorageBudget, StoragePlan
+from lightning_memo.artifacts.costs import Budget, CallCosts, LayerCosts, StorageCosts
+from lightning_memo.artifacts.plan import Fingerprint, Plan, PlanMemory, StoragePlan
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.engine.bootstrap_plan import host_backed_bytes
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.parallel.ranks import Ranks, agree_on_plan
-from lightning_memo.planner import plan_swap
-from lightning_memo.planner.choose_plan import plain_plan, with_spare_device
+from lightning_memo.planner import Restrictions, make_plan
 from lightning_memo.planner.host_backed_sizes import StreamedBytes
-from lightning_memo.planner.plan_storage_kinds import common_problem, largest_loads, largest_saved, plan_kinds
-from lightning_memo.planner.step_time import steady
-from lightning_memo.planner.token_slices import SavedBytes, memory_of_plan, plan_of_alpha, share, slot_bytes, tile_of
+from lightning_memo.planner.make_plan import plain_plan, with_spare_device
+from lightning_memo.planner.storage_planner import StorageError
+from lightning_memo.planner.token_slices import SavedBytes, memory_of_plan, plan_of_alpha, share, slot_bytes
 from lightning_memo.profiler.measured_costs import measured_call_costs
 
 _MOST_SHARE: Final = 0.9  # of the device's budget: the step that is estimated has not run
@@ -51,7 +50,7 @@ def return_keys(step: MeasuredStep, engine: Engine, alpha: float | str) -> bool:
         False if keys and values stay where they are: the user decided it, layers run whole, or the device has no room.
     """
     settings, swap = engine.settings, engine.swap
-    chosen = settings.host_backed == "auto" and swap is not None and swap.streamed
+    chosen = settings.stream_from_host == "auto" and swap is not None and swap.streamed
     if not chosen or settings.slice_tokens is None or engine.layer_classes.unsliceable:
         return False
     if _device_bytes(step, engine, 0.0 if alpha == "auto" else float(alpha)) > _MOST_SHARE * step.budget.device_bytes:
@@ -69,11 +68,11 @@ def _device_bytes(step: MeasuredStep, engine: Engine, alpha: float) -> int:
 
     A profile may have measured fewer tokens than a layer call has.
     """
-    profile, costs, most = step.profile, steady(step.costs), engine.settings.slice_tokens
+    profile, costs, most = step.profile, step.costs, engine.settings.slice_tokens
     multiple, calls = engine.cutter.multiple, profile.saved_by_calls
     plan = plan_of_alpha(profile.tokens, alpha, slice_tokens=most, multiple=multiple)
     slices = engine.cutter.slices(plan, profile.tokens)
-    slot = max(slot_bytes(saved, tokens, slices, "layer") for saved, tokens in calls)
+    slot = max(slot_bytes(saved, tokens, slices) for saved, tokens in calls)
     keys = max(
         sum(share(item, profile.tokens, tokens) for item in saved if item.kind in ("key", "value"))
         for saved, tokens in calls
@@ -108,42 +107,37 @@ class _AlphaPlanner:
     def __init__(self, step: MeasuredStep, engine: Engine, config: MemoConfig, most_alpha: float) -> None:
         assert engine.swap is not None
         self._step, self._engine, self._config, self._most_alpha = step, engine, config, most_alpha
-        self._backing = engine.swap.host_backed
+        self._backing = engine.swap.stream_from_host
         self._slice_tokens = engine.settings.slice_tokens
 
     def solve(self, alpha: float | None, may_be_plain: bool) -> Plan:
         """The plan of this process for an alpha; `None` is the user's.
 
         Raises:
-            ValueError: Some layer cannot run slice after slice, and `host_backed` puts keys and values on the host.
+            ValueError: Some layer cannot run slice after slice, and `stream_from_host` is given.
         """
         if why := self._engine.layer_classes.unsliceable:
             self._backing = self._engine.settings.backing_of_whole_layers(self._backing, why)
-        plan = self._plan_at(self._config.alpha if alpha is None else alpha, may_be_plain)
-        return plan if plan.swap.alpha <= self._most_alpha else self._plan_at(self._most_alpha, may_be_plain)
-
-    def _plan_at(self, alpha: float | str, may_be_plain: bool) -> Plan:
-        return plan_swap(
-            self._step.costs,
-            self._step.budget,
-            self._step.label,
-            alpha=alpha,
-            schedule=self._engine.layer_classes.schedule,
+        restrictions = Restrictions(
+            alpha=self._config.alpha if alpha is None else alpha,
+            most_alpha=self._most_alpha,
+            joint_attention=self._engine.layer_classes.joint_attention,
             slice_tokens=self._slice_tokens,
-            memory_of=self._memory_of,
             whole_layers=bool(self._engine.layer_classes.unsliceable),
             multiple=self._engine.cutter.multiple,
             # If the profiled step was cut into slices, the memory of a step without slices is not known.
             may_be_plain=may_be_plain and self._step.profile.slice_tokens == self._step.profile.tokens,
-            host_backed=self._backing,
-            streamed_bytes=None if self._backing == "none" else self._streamed_bytes,
+            stream_from_host=self._backing,
         )
+        sizes_of = self._memory_of if self._backing == "none" else self._streamed_bytes
+        return make_plan(self._step.costs, self._step.budget, self._step.label, restrictions, sizes_of)
 
     def _memory_of(self, plan: StoragePlan) -> PlanMemory:
         """Memory of a plan if layer calls are swapped as a whole."""
         engine, calls = self._engine, self._step.profile.saved_by_calls
-        schedule, multiple = engine.layer_classes.schedule, engine.cutter.multiple
-        return memory_of_plan(plan, calls, self._step.costs.swapped_calls, schedule=schedule, multiple=multiple)
+        joint, multiple = engine.layer_classes.joint_attention, engine.cutter.multiple
+        leaving = self._step.costs.swapped_calls
+        return memory_of_plan(plan, calls, leaving, joint_attention=joint, multiple=multiple)
 
     def _streamed_bytes(self, plan: StoragePlan) -> StreamedBytes:
         """Memory of a plan if slices are swapped one by one."""
@@ -157,10 +151,9 @@ def plan_by_kind(
     everyone: bool,
     *,
     device_measured: bool,
-    optional: bool,
     divided: bool,
     exchanging: bool,
-    schedule: Schedule,
+    joint_attention: bool,
 ) -> Plan | None:
     """Plan plain training if every process has memory for it, otherwise solve the linear program over tensor kinds.
 
@@ -173,44 +166,38 @@ def plan_by_kind(
         ranks: The processes that have to agree.
         everyone: Whether all processes agree, or only those that work on the same sequences.
         device_measured: Whether the device budget is the memory that was free, rather than the user's setting.
-        optional: Whether there is another way to plan.
         divided: Whether processes share the tokens of a sequence, and therefore run all layers in the same slices.
         exchanging: Whether processes share experts, and therefore run each layer in the same slices.
-        schedule: The order in which slices run, "layer" or "nest".
+        joint_attention: Whether attention runs over all slices of a layer at once.
 
     Returns:
-        The plan; `None` if it is optional, and some process finds none.
-
-    Raises:
-        ValueError: Some process finds no plan.
+        The plan; `None` if some process finds none.
     """
-    plain = plain_plan(step.costs, step.budget, step.label, schedule)
+    plain = plain_plan(step.costs, step.budget, step.label)
     if all(ranks.gather_slicing(plain is not None, everyone)) and plain is not None:
         return plain
     limits = with_spare_device(step.budget, step.costs) if device_measured else step.budget
     own, saved = _problem(step, limits, ranks, everyone, exchanging)
     common = common_problem(ranks.gather(own, everyone))
     sharing = [] if common else ranks.gather(own, everyone=False)  # which may agree where not all do
-    solver = _Solver(step, saved, divided, schedule, ranks, everyone)
+    solver = _Solver(step, saved, divided, joint_attention, ranks, everyone)
     try:
         problem = ranks.run_alike(lambda: common or common_problem(sharing, divided or exchanging) or own, everyone)
         return solver.solve_alike(*problem)
     except ValueError:
-        if optional:
-            return None
-        raise
+        return None
 
 
 def _problem(
     step: MeasuredStep, limits: Budget, ranks: Ranks, everyone: bool, exchanging: bool
-) -> tuple[tuple[StorageCosts, StorageBudget], list[list[SavedBytes]]]:
+) -> tuple[tuple[StorageCosts, Budget], list[list[SavedBytes]]]:
     """Return the costs and the budget, and the tensors that each call saves; with experts, of the largest load."""
     calls = measured_call_costs(step.profile, step.costs)
     saved = [[*call.saved, *(product.saved for product in call.products)] for call in step.profile.in_order()]
     if exchanging:
         of_calls, of_saved = zip(*ranks.gather((calls, saved), everyone), strict=True)
         calls, saved = largest_loads([calls, *of_calls]), largest_saved(of_saved)
-    return (StorageCosts.of_step(calls, step.costs), StorageBudget.of(limits, step.costs)), saved
+    return (StorageCosts.of_step(calls, step.costs), limits), saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,11 +207,11 @@ class _Solver:
     step: MeasuredStep
     saved: list[list[SavedBytes]]
     divided: bool
-    schedule: Schedule
+    joint_attention: bool
     ranks: Ranks
     everyone: bool
 
-    def solve_alike(self, costs: StorageCosts, budget: StorageBudget) -> Plan:
+    def solve_alike(self, costs: StorageCosts, budget: Budget) -> Plan:
         """Solve until all stages of a pipeline cut their layers into the same slices, if they have to.
 
         Raises:
@@ -239,20 +226,101 @@ class _Solver:
             if all(each == own for each in of_all):
                 return plan
             bounds = bounds.union(*of_all)  # with which other shares may be best, as more slices need more bytes
-        raise ValueError(
-            'the stages of the pipeline find no common slices: set storage="alpha", or sequence_parallel=False'
-        )
+        raise ValueError("the stages of the pipeline find no common slices")
 
-    def _solve(self, costs: StorageCosts, budget: StorageBudget, common_bounds: Collection[int] | None) -> Plan:
+    def _solve(self, costs: StorageCosts, budget: Budget, common_bounds: Collection[int] | None) -> Plan:
         step, tokens = self.step, self.step.profile.tokens
         calls = [(saved, tokens) for saved in self.saved]
-        return plan_kinds(
+        restrictions = Restrictions(
+            kinds=costs, joint_attention=self.joint_attention, common_bounds=common_bounds, may_be_plain=False
+        )
+        return make_plan(
             step.costs,
-            costs,
             budget,
             step.label,
-            tile_tokens=tile_of(tokens),
-            memory_of=lambda plan: memory_of_plan(plan, calls, costs.leaving_calls),
-            common_bounds=common_bounds,
-            nested=self.schedule == "nest",
+            restrictions,
+            lambda plan: memory_of_plan(plan, calls, costs.leaving_calls),
         )
+
+
+def common_problem(
+    problems: Sequence[tuple[StorageCosts, Budget]], common_bounds: bool = False
+) -> tuple[StorageCosts, Budget] | None:
+    """Combine the processes' problems: the costs of the slowest process and the smallest budget.
+
+    Args:
+        problems: Costs and budget of each process.
+        common_bounds: Whether the layers of all processes run in the same slices.
+
+    Returns:
+        The common costs and budget; None if the layers of the processes save different sizes.
+
+    Raises:
+        StorageError: Layers that have to run in the same slices save different sizes.
+    """
+    sizes = [(costs.call_classes, [(call.kinds, call.sizes) for call in costs.classes]) for costs, _ in problems]
+    if any(size != sizes[0] for size in sizes):
+        if common_bounds:
+            raise StorageError(
+                "layers save tensors of different sizes on processes that share the tokens of a sequence or experts, "
+                "and have to run in the same slices"
+            )
+        return None
+    slowest = max((costs for costs, _ in problems), key=_compute_seconds)
+    budgets = [budget for _, budget in problems]
+    least = min(
+        limits.device_bytes - costs.fixed_device_bytes - costs.transient_device_bytes for costs, limits in problems
+    )
+    slowest = replace(
+        slowest,
+        # What is not recomputed lowers the peak of each process, at least by this.
+        recomputed_device_bytes=min(costs.recomputed_device_bytes for costs, _ in problems),
+        disk_write_bytes_per_second=min(costs.disk_write_bytes_per_second for costs, _ in problems),
+        disk_read_bytes_per_second=min(costs.disk_read_bytes_per_second for costs, _ in problems),
+    )
+    return slowest, Budget(
+        device_bytes=max(slowest.fixed_device_bytes + slowest.transient_device_bytes + least, 0),
+        host_bytes=min(budget.host_bytes for budget in budgets),
+        disk_bytes=min(budget.disk_bytes for budget in budgets),
+    )
+
+
+def _compute_seconds(costs: StorageCosts) -> float:
+    return sum(costs.classes[n].forward_seconds + costs.classes[n].backward_seconds for n in costs.call_classes)
+
+
+def largest_loads(calls: Sequence[Sequence[CallCosts]]) -> list[CallCosts]:
+    """Return the costs of each layer call, with the sizes of the largest load.
+
+    Calls that differ only in what is neither input, nor attention, nor the output of a product differ in their loads.
+    They get one size, and so one plan.
+
+    Args:
+        calls: The costs of each layer call on each process. The times are those of the first process.
+    """
+
+    def alike(call: CallCosts) -> object:
+        return replace(call, other_bytes=0).sizes, call.kinds, call.window_tokens
+
+    largest: dict[object, int] = {}
+    for call in (call for of_process in calls for call in of_process):
+        largest[alike(call)] = max(call.other_bytes, largest.get(alike(call), 0))
+    return [replace(call, other_bytes=largest[alike(call)]) for call in calls[0]]
+
+
+def largest_saved(saved: Sequence[Sequence[Sequence[SavedBytes]]]) -> list[list[SavedBytes]]:
+    """Return the tensors that each layer call saves; those of each kind are of the process that saves most of it.
+
+    Args:
+        saved: The tensors that each layer call saves on each process.
+    """
+    return [_largest_of_call(of_processes) for of_processes in zip(*saved, strict=True)]
+
+
+def _largest_of_call(saved: Sequence[Sequence[SavedBytes]]) -> list[SavedBytes]:
+    kinds = dict.fromkeys(item.kind for items in saved for item in items)
+    most = []
+    for kind in kinds:
+        ways = [[item for item in items if item.kind == kind] for items in saved]
+        most += max(ways, key=lambda items: sum(item.size_bytes for item in items))
+    return most

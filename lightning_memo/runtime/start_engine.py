@@ -16,8 +16,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lightning_memo.artifacts.plan import Attention, HostBacked
-from lightning_memo.artifacts.slot_layouts import SwapPrecision
+from lightning_memo.artifacts.plan import Attention, StreamFromHost
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine, RequestedSettings, TestMode, TokenSharing
 from lightning_memo.engine.forward.refuse_checkpointing import TURN_IT_OFF
@@ -300,19 +299,17 @@ def start_engine(
 
 
 def _requested(config: MemoConfig, stacks: int, on_this_node: int, test_mode: TestMode | None) -> RequestedSettings:
-    # Places of tensors are given for one number of tokens, and each stack may have its own.
-    storage = config.storage if config.plans_kinds and stacks == 1 else "alpha"
     return RequestedSettings(
         attention=cast(Attention | Literal["auto"], config.attention),
-        schedule=config.schedule,
         slice_tokens=None if config.slice_tokens == "auto" else int(config.slice_tokens),
-        host_backed=cast(HostBacked, "all" if config.schedule == "slice" else config.host_backed),
-        storage=cast(Literal["auto", "alpha", "kinds"], storage),
+        stream_from_host=cast(StreamFromHost | Literal["auto"], config.stream_from_host),
+        joint_attention=test_mode is not None and test_mode.joint_attention,
+        # Places of tensors are given for one number of tokens, and each stack may have its own.
+        by_kind=config.plans_kinds and stacks == 1 and not (test_mode is not None and test_mode.plans == "alpha"),
         stacks=stacks,
         disk_path=None if config.disk_path is None else Path(config.disk_path),
         test_mode=test_mode,
         check_slices=config.check_slices,
-        swap_precision=cast(SwapPrecision, config.swap_precision),
         why_not_fp8=config.why_not_fp8,
         host_limit=lambda: host_budget(config, 0, on_this_node),
     )

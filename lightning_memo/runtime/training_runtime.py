@@ -75,7 +75,7 @@ class TrainingRuntime:
             model,
             config.loss_chunk_tokens,
             shards=sizes.shards,
-            vocabulary_parts=sizes.tensor if config.loss_parallel else 1,
+            vocabulary_parts=sizes.tensor,
             warn=rank_zero_warn,
         ):
             self._attached.callback(undo)

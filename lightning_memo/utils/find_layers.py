@@ -165,8 +165,8 @@ def select_stacks(model: nn.Module, names: str | Sequence[str] | None, alone: bo
     names = [names] if isinstance(names, str) else names
     if alone and len(names) > 1:
         raise ValueError(
-            f"layers={list(names)} names several stacks, but slices on the host, divided tokens and "
-            'storage="kinds" work on one: give one name, or leave these settings out'
+            f"layers={list(names)} names several stacks, but slices on the host and divided "
+            "tokens work on one: give one name, or leave these settings out"
         )
     return _largest_first(_named(model, name) for name in names)
 

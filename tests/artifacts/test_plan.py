@@ -46,7 +46,7 @@ def plans(draw):
             costs.tokens, draw(st.floats(0, 1)), n, slice_tokens=draw(st.none() | st.integers(1, 2**40))
         ),
         memory=PlanMemory(slot=draw(COUNTS), host=draw(COUNTS), kept=draw(COUNTS)),
-        schedule=draw(st.sampled_from(["layer", "nest"])),
+        joint_attention=draw(st.booleans()),
     )
     texts = {name: draw(TEXTS) for name in ("model", "precision", "device", "torch", "parallel")}
     return Plan(
@@ -104,7 +104,7 @@ def test_derived_sizes(plan):
 
 
 CORRUPTIONS = [
-    (("version",), 1, "version is 1, but this lightning_memo reads version 2"),
+    (("version",), 2, "version is 2, but this lightning_memo reads version 3"),
     (("version",), True, "version is True"),
     (("version",), "1", "version is '1'"),
     (("step_seconds",), "fast", "step_seconds is 'fast', expected a number"),
@@ -126,8 +126,8 @@ CORRUPTIONS = [
     (("costs", "offload_bytes_per_second"), 0, "costs.offload_bytes_per_second=0.0 must be greater than 0"),
     (("costs", "forward_seconds"), [math.nan] * 4, "NaN is not a finite number"),
     (("costs", "forward_seconds"), [math.inf] * 4, "Infinity is not a finite number"),
-    (("swap", "schedule"), "magic", 'swap.schedule is \'magic\', expected "layer" or "nest" or "slice"'),
-    (("swap", "schedule"), ["layer"], "swap.schedule is ['layer']"),
+    (("swap", "stream_from_host"), "magic", 'swap.stream_from_host is \'magic\', expected "none" or "attention" or'),
+    (("swap", "stream_from_host"), ["none"], "swap.stream_from_host is ['none']"),
     (("swap", "storage", "call_classes"), [0] * 2**17, "swap.storage.call_classes has 131072 layer calls"),
     (("swap", "storage", "call_classes"), [0] * 3, "must have a class for each of the 4 layer calls, but has 3"),
     (("swap", "storage", "slice_tokens"), 0, "swap.storage.slice_tokens=0 must be finite and at least 1"),

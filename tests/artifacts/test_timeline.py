@@ -12,7 +12,7 @@ from support.families import FAMILIES, make_batch
 from support.harness import EngineUnderTest, assert_equal
 from support.markers.slow import slow_if
 
-from lightning_memo.artifacts.plan import HostBacked
+from lightning_memo.artifacts.plan import StreamFromHost
 from lightning_memo.artifacts.timeline import COMPUTE, RECOMPUTE, Span, Timeline
 from lightning_memo.engine import TestMode
 
@@ -23,8 +23,8 @@ BATCH = make_batch(2, 61)
 def recorded(
     alpha: float,
     slice_tokens: int | None = None,
-    schedule: str = "auto",
-    host_backed: HostBacked = "none",
+    stream_from_host: StreamFromHost = "none",
+    joint_attention: bool = False,
     disk_path: Path | None = None,
     copies_come_first: bool = False,
     longest_delay_seconds: float = 0.001,
@@ -39,7 +39,8 @@ def recorded(
     config.num_hidden_layers = LAYERS
     model = transformers.AutoModelForCausalLM.from_config(config).train()
     delays = TestMode(seed=3, longest_delay_seconds=longest_delay_seconds)
-    with EngineUnderTest(model, schedule, delays, slice_tokens, host_backed, disk_path=disk_path) as under_test:
+    settings = {"disk_path": disk_path, "joint_attention": joint_attention}
+    with EngineUnderTest(model, delays, slice_tokens, stream_from_host, **settings) as under_test:
         under_test.profile_step(BATCH)
         under_test.load(alpha, slice_tokens, disk_calls=0 if disk_path is None else 2)
         expected = under_test.step(BATCH)
@@ -48,11 +49,11 @@ def recorded(
         if copies_come_first:  # a busy machine may run threads late
             for layer in model.model.layers:
                 layer.mlp.down_proj.weight.register_hook(lambda _: memory._prefetch.synchronize())
-        before = memory.stats.offloaded_bytes + memory.stats.spilled_bytes
+        before = memory.offloaded_bytes
         recorder.start()
         assert_equal(under_test.step(BATCH), expected)
         timeline = recorder.stop()
-        left = memory.stats.offloaded_bytes + memory.stats.spilled_bytes - before
+        left = memory.offloaded_bytes - before
         assert_equal(under_test.step(BATCH), expected)
         with pytest.raises(RuntimeError, match="no step is being recorded"):
             recorder.stop()
@@ -85,9 +86,9 @@ WAYS = [
     {"alpha": 0.5},
     {"alpha": 1.0},
     {"alpha": 0.5, "slice_tokens": 16},
-    {"alpha": 0.5, "schedule": "nest"},
-    {"alpha": 0.5, "slice_tokens": 16, "host_backed": "all"},
-    {"alpha": 0.5, "slice_tokens": 16, "host_backed": "all", "schedule": "slice"},
+    {"alpha": 0.5, "joint_attention": True},
+    {"alpha": 0.5, "slice_tokens": 16, "stream_from_host": "hidden"},
+    {"alpha": 0.5, "slice_tokens": 16, "stream_from_host": "model"},
 ]
 
 

@@ -298,7 +298,7 @@ def test_the_plans_are_in_order_and_without_repetition():
         assert {cell.method for cell in cells} <= set(methods.METHODS)
         for method in {"plain", "memo_auto"}:
             assert any(cell.method == method for cell in cells)
-    assert {cell.method for cell, _ in plans.smoke()} == set(methods.METHODS)
+    assert {cell.method for cell, _ in plans.smoke()} == set(methods.METHODS) - {"memo_kinds"}  # of earlier results
 
 
 def test_the_longest_length_is_searched_by_what_was_found(tmp_path):

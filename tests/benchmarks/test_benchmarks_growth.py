@@ -20,8 +20,8 @@ def test_peaks_are_measured_and_do_not_grow(tmp_path: Path) -> None:
     assert process.returncode == 0, process.stderr
     report = json.loads((tmp_path / "growth.json").read_text())
     assert (report["settings"]["layers"], report["settings"]["hidden"]) == (2, 32)
-    assert [(row["schedule"], row["tokens"]) for row in report["results"]] == [
-        (schedule, tokens) for schedule in ("layer", "slice") for tokens in (256, 512)
+    assert [(row["stream_from_host"], row["tokens"]) for row in report["results"]] == [
+        (level, tokens) for level in ("hidden", "model") for tokens in (256, 512)
     ]
     for short, long in zip(report["results"][::2], report["results"][1::2], strict=True):
         assert short["overflow_bytes"] == long["overflow_bytes"] == 0

@@ -58,9 +58,9 @@ def test_a_written_size_reads_back_within_its_rounding(size_bytes):
 
 def test_defaults_are_the_documented_ones():
     config = MemoConfig()
-    assert (config.data_parallel_size, config.alpha, config.slice_tokens) == ("auto", "auto", "auto")
+    assert (config.alpha, config.slice_tokens) == ("auto", "auto")
     assert config.loss_chunk_tokens == "auto" and MemoConfig(loss_chunk_tokens=None).loss_chunk_tokens is None
-    assert (config.attention, config.schedule, config.ulysses_size) == ("auto", "auto", 1)
+    assert (config.attention, config.stream_from_host, config.ulysses_size) == ("auto", "auto", 1)
     assert config.plan_memory is True
     assert config.check_slices is True
     assert config.device_memory_bytes is None
@@ -87,10 +87,10 @@ REFUSED = [
     ({"alpha": "half"}, "alpha='half' is not a fraction"),
     ({"alpha": None}, "alpha=None is not a fraction"),
     (
-        {"data_parallel_size": 0},
-        'data_parallel_size=0 is not a number of processes: give an integer of at least 1, or "auto"',
+        {"context_parallel_size": 0},
+        "context_parallel_size=0 is not a number of processes: give an integer of at least 1",
     ),
-    ({"data_parallel_size": True}, "data_parallel_size=True is not a number of processes"),
+    ({"context_parallel_size": True}, "context_parallel_size=True is not a number of processes"),
     (
         {"context_parallel_size": -1},
         "context_parallel_size=-1 is not a number of processes: give an integer of at least 1",
@@ -105,7 +105,7 @@ REFUSED = [
         {"attention": "xformers"},
         '"auto", "sdpa", "cudnn", "flash_attn", "flash_attn_3", "flash_attn_4", "transformer_engine"',
     ),
-    ({"schedule": ["layer"]}, '"auto", "layer", "nest"'),
+    ({"stream_from_host": ["none"]}, '"auto", "none", "attention"'),
     ({"check_slices": 1}, "check_slices=1 is not a switch: give True or False"),
     ({"plan_memory": "yes"}, "plan_memory='yes' is not a switch: give True or False"),
     ({"slice_tokens": 0}, "slice_tokens=0 is not a number of tokens"),

@@ -108,7 +108,7 @@ def test_fpdt_is_one_word(tmp_path, train):
     assert status == 0, err
     both = only((tmp_path / "outputs" / "train" / "runs").iterdir())
     swap = Plan.load(next(both.rglob("memo_plan.json"))).swap
-    assert (swap.host_backed, swap.storage.slice_tokens, swap.alpha) == ("all", 6, 0.0)
+    assert (swap.stream_from_host, swap.storage.slice_tokens, swap.alpha) == ("hidden", 6, 0.0)
     assert train("name=alone", "strategy.alpha=0")[0] == 0
     alone = only((tmp_path / "outputs" / "alone" / "runs").iterdir())
     assert metrics(both, "train_loss") == pytest.approx(metrics(alone, "train_loss"), rel=1e-5)

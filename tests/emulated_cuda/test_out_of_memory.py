@@ -80,11 +80,11 @@ def test_a_step_that_does_not_fit_is_run_again() -> None:
 def test_a_step_that_fits_in_slices_only_is_run_in_slices() -> None:
     settings = {"alpha": 0.0, **KERNEL}
     whole, whole_bytes = train(WHOLE_BYTES, **settings)
-    sliced, sliced_bytes = train(WHOLE_BYTES, **settings, slice_tokens=32, host_backed="none")
+    sliced, sliced_bytes = train(WHOLE_BYTES, **settings, slice_tokens=32, stream_from_host="none")
     assert whole_bytes > sliced_bytes
     with pytest.warns(UserWarning, match="with every layer recomputed") as caught:
         losses, _ = train((whole_bytes + sliced_bytes) // 2, **settings)
-    assert len([w for w in caught if 'slice_tokens=32, host_backed="none"' in str(w.message)]) == 1
+    assert len([w for w in caught if 'slice_tokens=32, stream_from_host="none"' in str(w.message)]) == 1
     assert losses == sliced
     assert losses == pytest.approx(whole, rel=2**-8)
 
@@ -92,7 +92,7 @@ def test_a_step_that_fits_in_slices_only_is_run_in_slices() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("whole_memory", "own_folder")
 def test_a_step_that_never_fits_ends_in_one_line() -> None:
-    _, least_bytes = train(WHOLE_BYTES, alpha=0.0, slice_tokens=128, host_backed="all")
+    _, least_bytes = train(WHOLE_BYTES, alpha=0.0, slice_tokens=128, stream_from_host="hidden")
     with pytest.raises(torch.OutOfMemoryError, match="even with every layer recomputed") as caught:
         train(least_bytes // 2, alpha=1.0)
     assert "\n" not in str(caught.value)

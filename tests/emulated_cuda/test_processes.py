@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from support.architectures.hybrids import make_hybrid
 from support.devices import DEVICE, emulated_device
+from support.modes import BY_KIND
 from support.parallel_training import Outcome, Run, train, train_alone, train_together
 from support.processes import ProcessError, run_in_processes
 from support.samples.configurations import CONFIGURATIONS
@@ -218,9 +219,9 @@ def late(run: Run, settings: dict[str, Any]) -> Outcome:
         ("cp2 x tp2+sp", {"alpha": 0.5}),
         ("dp2 x cp2 zero3 ulysses", {"alpha": 0.5}),
         ("dp2 x tp2+sp zero3", {"alpha": 0.0}),
-        ("cp2 ring", {"alpha": 0.5, "host_backed": "all", "slice_tokens": 4}),
-        ("cp2 ring", {"storage": "kinds", "device_memory": "0.8MiB"}),
-        ("cp2 x tp2+sp", {"storage": "kinds", "device_memory": "0.43MiB"}),
+        ("cp2 ring", {"alpha": 0.5, "stream_from_host": "hidden", "slice_tokens": 4}),
+        ("cp2 ring", {"test_mode": BY_KIND, "device_memory": "0.8MiB"}),
+        ("cp2 x tp2+sp", {"test_mode": BY_KIND, "device_memory": "0.43MiB"}),
     ],
 )
 def test_half_precision_with_late_copies_and_kernels(configuration: str, settings: dict[str, Any]) -> None:
@@ -313,6 +314,6 @@ def test_fsdp1_is_refused() -> None:
 
 def test_full_precision_is_refused_in_slices_whose_heads_are_exchanged() -> None:
     size, settings = CONFIGURATIONS["cp2 ulysses"]
-    line = r'in half precision only on a GPU, and not in torch\.float32: set host_backed="none"'
+    line = r'in half precision only on a GPU, and not in torch\.float32: set stream_from_host="none"'
     with pytest.raises(ProcessError, match=line):
-        train_together(size, Run(), settings | {"host_backed": "all", "slice_tokens": 4})
+        train_together(size, Run(), settings | {"stream_from_host": "hidden", "slice_tokens": 4})

@@ -48,8 +48,8 @@ def waits_of(strategy: Any) -> dict[int, int]:
     [
         {"alpha": 0.5},
         {"alpha": 1.0},
-        {"alpha": 0.5, "slice_tokens": 16, "host_backed": "all"},
-        {"slice_tokens": 16, "schedule": "slice"},
+        {"alpha": 0.5, "slice_tokens": 16, "stream_from_host": "hidden"},
+        {"slice_tokens": 16, "stream_from_host": "model"},
     ],
     ids=str,
 )
@@ -57,7 +57,7 @@ def test_steps_wait_no_more_than_in_plain_training(settings: dict[str, Any]) -> 
     """transformers itself reads once in each step whether documents are packed, unless slices know that."""
     waits, plain = waits_of(MemoStrategy(**settings, plan_memory=False)), waits_of("auto")
     assert plain == dict.fromkeys((3, 5, 6, 7), 1)
-    assert waits == dict.fromkeys((3, 5, 6, 7), 0 if "schedule" in settings else 1)
+    assert waits == dict.fromkeys((3, 5, 6, 7), 0 if settings.get("stream_from_host") == "model" else 1)
 
 
 @pytest.mark.parametrize(

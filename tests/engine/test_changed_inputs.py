@@ -19,9 +19,9 @@ from torch import Tensor, nn
 TOKENS = 61
 PLANS: dict[str, dict[str, Any]] = {
     "layers": {},
-    "attention": {"slice_tokens": 16, "host_backed": "attention"},
-    "all": {"slice_tokens": 16, "host_backed": "all"},
-    "slice": {"schedule": "slice", "slice_tokens": 16, "host_backed": "all"},
+    "attention": {"slice_tokens": 16, "stream_from_host": "attention"},
+    "all": {"slice_tokens": 16, "stream_from_host": "hidden"},
+    "slice": {"stream_from_host": "model", "slice_tokens": 16},
 }
 
 

@@ -100,7 +100,7 @@ class Around(PlainModel):
 PLANS: dict[str, dict[str, Any]] = {
     "plain": {"loss_chunk_tokens": 4},
     "half": {"alpha": 0.5, "loss_chunk_tokens": 4},
-    "slices": {"alpha": 0.5, "slice_tokens": 8, "host_backed": "all", "loss_chunk_tokens": 4},
+    "slices": {"alpha": 0.5, "slice_tokens": 8, "stream_from_host": "hidden", "loss_chunk_tokens": 4},
 }
 
 
@@ -280,9 +280,12 @@ def test_refused(build: Callable[[], nn.Module], words: tuple[str, ...]) -> None
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_the_advice_is_the_same_in_slices(reentrant: bool) -> None:
     with pytest.raises(ValueError, match="activation checkpointing") as caught:
-        fit(MemoStrategy(alpha=0.5, slice_tokens=16, host_backed="all"), LanguageModel(lambda: layers(reentrant)))
+        fit(
+            MemoStrategy(alpha=0.5, slice_tokens=16, stream_from_host="hidden"),
+            LanguageModel(lambda: layers(reentrant)),
+        )
     assert_one_line(caught.value, *OFF)
-    assert "host_backed" not in str(caught.value)
+    assert "stream_from_host" not in str(caught.value)
 
 
 class Gradients(Callback):

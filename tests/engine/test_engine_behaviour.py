@@ -571,15 +571,15 @@ def test_router_logits_in_the_loss(family: str, alpha: float) -> None:
         under_test.assert_as_planned()
 
 
-@slow_if(lambda family, schedule: schedule == "nest" and family != "mixtral_balanced")
-@pytest.mark.parametrize("schedule", ["auto", "nest"])
+@slow_if(lambda family, joint: joint and family != "mixtral_balanced")
+@pytest.mark.parametrize("joint", [False, True], ids=["auto", "nest"])
 @pytest.mark.parametrize("family", BALANCED)
-def test_outputs_of_layers_in_slices_are_joined(family: str, schedule: str) -> None:
+def test_outputs_of_layers_in_slices_are_joined(family: str, joint: bool) -> None:
     torch.manual_seed(0)
     model, batch = BALANCED[family]().train(), make_batch(2, TOKENS, padded=True)
     asked = batch | {"output_hidden_states": True}
     plain, expected = loss_and_gradients(model, batch), model(**asked)
-    with planned(model, batch, 0.5, schedule=schedule) as under_test:
+    with planned(model, batch, 0.5, joint_attention=joint) as under_test:
         assert_close(under_test.step(batch), plain)
         output = model(**asked)
         output.loss.backward()  # recomputes, and collects nothing
@@ -905,7 +905,9 @@ def test_slots_of_a_plan_that_is_too_small() -> None:
         engine, swap = under_test.engine, under_test.engine.swap
         assert swap is not None
         for share, calls in itertools.product((0, 0.3, 0.9), (1, 3, 4, 6)):
-            small = alpha_swap(1.0, calls, int(swap.memory.slot * share), swap.storage.tokens, schedule=swap.schedule)
+            small = alpha_swap(
+                1.0, calls, int(swap.memory.slot * share), swap.storage.tokens, joint_attention=swap.joint_attention
+            )
             engine.load(small, 2**30)
             assert_equal(under_test.step(BATCHES[0]), plain)
             assert engine.memory is not None and engine.memory.stats.overflow_bytes > 0

@@ -30,23 +30,22 @@ _WAITING = {
     aten.unique_dim, aten.unique_consecutive, aten.repeat_interleave, aten.bincount,
 }  # fmt: skip
 WAYS = {
-    "alpha 0": ("llama_gqa", 0.0, None, "none", "auto"),
-    "alpha 0.5": ("llama", 0.5, None, "none", "auto"),
-    "alpha 1": ("llama_gqa", 1.0, None, "none", "auto"),
-    "dropout": ("gpt2_dropout", 0.5, 13, "none", "auto"),
-    "nested": ("gpt2_dropout", 0.5, None, "none", "nest"),
-    "streamed": ("mistral_window", 0.4, 8, "attention", "auto"),
-    "all on the host": ("llama_gqa", 0.4, 8, "all", "auto"),
-    "slice by slice": ("llama_gqa", 0.4, 8, "all", "slice"),
+    "alpha 0": ("llama_gqa", 0.0, None, "none", False),
+    "alpha 0.5": ("llama", 0.5, None, "none", False),
+    "alpha 1": ("llama_gqa", 1.0, None, "none", False),
+    "dropout": ("gpt2_dropout", 0.5, 13, "none", False),
+    "nested": ("gpt2_dropout", 0.5, None, "none", True),
+    "streamed": ("mistral_window", 0.4, 8, "attention", False),
+    "all on the host": ("llama_gqa", 0.4, 8, "hidden", False),
+    "slice by slice": ("llama_gqa", 0.4, 8, "model", False),
 }
 each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 
 
 def planned(way: Any) -> tuple[EngineUnderTest, dict[str, Tensor]]:
-    family, _, slice_tokens, host_backed, schedule = way
-    return EngineUnderTest(build(family), schedule, None, slice_tokens, host_backed, check_slices=False), make_batch(
-        2, 61
-    )
+    family, _, slice_tokens, stream_from_host, joint = way
+    settings = {"stream_from_host": stream_from_host, "joint_attention": joint, "check_slices": False}
+    return EngineUnderTest(build(family), None, slice_tokens, **settings), make_batch(2, 61)
 
 
 class HostWaits(TorchDispatchMode):

@@ -146,7 +146,7 @@ def one_layer(model: nn.Module, ids: Tensor, around: Callable[[], Any]) -> None:
     loss.backward()
 
 
-IN_SLICES = {"alpha": 0.5, "slice_tokens": 8, "host_backed": "all", "loss_chunk_tokens": 4}
+IN_SLICES = {"alpha": 0.5, "slice_tokens": 8, "stream_from_host": "hidden", "loss_chunk_tokens": 4}
 
 
 PLANS = {"plain": {"loss_chunk_tokens": 4}, "recomputed": {"alpha": 0.0}, "slices": IN_SLICES}
@@ -212,8 +212,8 @@ class Hooked(LanguageModel):
 )
 def test_layers_in_slices_cannot_run_plainly(around: Callable[[], Any], why: str) -> None:
     with pytest.raises(ValueError, match="one slice of the tokens after the other") as caught:
-        fit(MemoStrategy(alpha=0.5, slice_tokens=8, schedule="slice"), Hooked(around))
-    assert_one_line(caught.value, why, 'schedule="layer"')
+        fit(MemoStrategy(alpha=0.5, slice_tokens=8, stream_from_host="model"), Hooked(around))
+    assert_one_line(caught.value, why, 'stream_from_host="hidden"')
 
 
 @pytest.mark.filterwarnings("ignore:lightning_memo. save_on_cpu around PlainBlock gets nothing")

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from support.attention.recorded_training import blocks, compare
 from support.families import PlainBlock
 from support.markers.slow import slow_if
+from support.modes import BY_KIND
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -24,8 +25,8 @@ SETTINGS = {
     "half": {"alpha": 0.5},
     "1": {"alpha": 1.0},
     "slices": {"slice_tokens": 16},
-    "all": {"slice_tokens": 16, "host_backed": "all"},
-    "kinds": {"storage": "kinds", "device_memory": "1GiB", "host_memory": "1GiB"},
+    "all": {"slice_tokens": 16, "stream_from_host": "hidden"},
+    "kinds": {"test_mode": BY_KIND, "device_memory": "1GiB", "host_memory": "1GiB"},
 }
 
 

@@ -9,6 +9,7 @@ import torch
 from support.attention.recorded_training import BOUND, errors, plain_training, train
 from support.families import PlainBlock, PlainModel, make_batch
 from support.harness import Batch
+from support.modes import BY_KIND
 from torch import Tensor, nn
 
 from lightning_memo.engine.forward.repeated_choices import NotedChoices, RepeatedChoices
@@ -103,8 +104,8 @@ def routed() -> nn.Module:
         {"alpha": 0.0},
         {"alpha": 0.5},
         {"alpha": 1.0},
-        {"alpha": 0.5, "slice_tokens": 8, "host_backed": "all"},
-        {"storage": "kinds"},
+        {"alpha": 0.5, "slice_tokens": 8, "stream_from_host": "hidden"},
+        {"test_mode": BY_KIND},
     ],
 )
 def test_gradients_are_those_of_the_forward_s_experts(settings: dict[str, Any]) -> None:

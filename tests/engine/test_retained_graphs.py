@@ -123,13 +123,13 @@ def test_slots(name: str, form: Form) -> None:
                 under_test.assert_empty()
 
 
-@slow_if(lambda host_backed, form: (host_backed, form) != ("all", adaptive_weight))
+@slow_if(lambda stream_from_host, form: (stream_from_host, form) != ("hidden", adaptive_weight))
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("host_backed", ["attention", "all"])
-def test_slices_on_the_host(host_backed: str, form: Form) -> None:
+@pytest.mark.parametrize("stream_from_host", ["attention", "hidden"])
+def test_slices_on_the_host(stream_from_host: str, form: Form) -> None:
     model = build("llama_gqa")
     plain, _ = run(model, form)
-    with EngineUnderTest(model, slice_tokens=16, host_backed=host_backed) as under_test:
+    with EngineUnderTest(model, slice_tokens=16, stream_from_host=stream_from_host) as under_test:
         under_test.profile_step(BATCH)
         under_test.load(0.5)
         for _ in range(2):
@@ -143,7 +143,7 @@ def test_slices_on_the_host(host_backed: str, form: Form) -> None:
 def test_storage_by_kinds(nested: bool, form: Form) -> None:
     model = build("llama_gqa")
     plain, _ = run(model, form, batch=BATCH_OF_KINDS)
-    with ByKind(model, schedule="nest" if nested else "auto") as under_test:
+    with ByKind(model, joint_attention=nested) as under_test:
         under_test.profile_step(BATCH_OF_KINDS)
         under_test.load_storage(everything(under_test.products, nested))
         for _ in range(2):

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
+from lightning_memo.artifacts.plan import StreamFromHost
 
 # Frequencies change at 24 tokens; those of "dynamic" stay as long as sequences are between that and the longest so far.
 LENGTHS = (45, 30, 17, 27, 50)
@@ -33,8 +34,8 @@ LAYERS = 3  # of which one is swapped; the third one of Gemma 3 has no window
         ("llama_dynamic_rope", "cp2 ring", {}),
         ("llama_dynamic_rope", "cp2 x tp2+sp", {"slice_tokens": 5}),
         ("llama_dynamic_rope", "tp2+sp", {}),
-        ("llama_dynamic_rope", "dp2 zero1", {"schedule": "slice", "slice_tokens": 8}),
-        ("phi3_longrope", "cp2 ring", {"slice_tokens": 4, "host_backed": "all"}),
+        ("llama_dynamic_rope", "dp2 zero1", {"stream_from_host": "model", "slice_tokens": 8}),
+        ("phi3_longrope", "cp2 ring", {"slice_tokens": 4, "stream_from_host": "hidden"}),
         ("phi3_longrope", "cp4 ulysses2 x ring2", {"alpha": 1.0}),
         ("gemma3_dynamic_rope", "cp2 ulysses", {"slice_tokens": 5}),
     ],
@@ -94,15 +95,15 @@ def test_evaluation_leaves_the_tables_that_it_would_leave_in_one_process(family:
     assert len(plain) == 2 + 5 * 6  # two at the start, and five after each step
 
 
-@slow_if(lambda family, schedule: (family, schedule) != ("llama_dynamic_rope", "auto"))
-@pytest.mark.parametrize("schedule", ["auto", "slice"])
+@slow_if(lambda family, stream_from_host: (family, stream_from_host) != ("llama_dynamic_rope", "hidden"))
+@pytest.mark.parametrize("stream_from_host", ["hidden", "model"])
 @pytest.mark.parametrize("family", ["llama_dynamic_rope", "phi3_longrope"])
-def test_slices_go_by_the_whole_batch(family: str, schedule: str) -> None:
+def test_slices_go_by_the_whole_batch(family: str, stream_from_host: StreamFromHost) -> None:
     model = MODELS[family]().train()
     batches = [make_batch(2, tokens) for tokens in (61, 40, 19, 50)]
     batches[1]["position_ids"] = torch.cat([torch.arange(10), torch.arange(30)]).expand(2, -1)
     again = copy.deepcopy(model)
-    with EngineUnderTest(model, schedule, slice_tokens=8, host_backed="all") as under_test:
+    with EngineUnderTest(model, slice_tokens=8, stream_from_host=stream_from_host) as under_test:
         under_test.profile_step(batches[0])
         under_test.load(0.5)
         for batch in batches:  # frequencies may stay those of a longer batch before

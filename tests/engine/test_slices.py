@@ -37,8 +37,8 @@ from lightning_memo.engine.copy_streams import ThreadCopyStream
 from lightning_memo.engine.forward.autocast import autocast_inputs
 from lightning_memo.engine.forward.cut_tokens import cut
 from lightning_memo.engine.forward.intercept import LayerMode, current_handler, handling
-from lightning_memo.engine.memory import slot_memory
-from lightning_memo.engine.memory.host_arena import HostArena
+from lightning_memo.engine.memory import host
+from lightning_memo.engine.memory.host import HostArena, HostBuffer
 from lightning_memo.engine.memory.saved_storages import Registry, gapless_strides, is_dense
 from lightning_memo.engine.memory.slot_memory import Slot, SlotMemory, SlotShare
 from lightning_memo.engine.saved_tensors.call_arguments import NonActivations
@@ -100,17 +100,18 @@ def trained(family: str, batch: int, tokens: int) -> Trained:
 def _profiles() -> Iterator[object]:
     for name, family in FAMILIES.items():
         needs_nest = not family.causal or name == "gpt2_dropout"  # attention dropout
-        for schedule in ("auto",) if needs_nest else ("auto", "nest"):
-            # Other families run with each schedule and with each shape.
-            for shape in SHAPES if schedule == "auto" or name in WITH_ALL else SHAPES[1:]:
-                yield pytest.param((name, schedule, shape), id=f"{name}-{schedule}-{shape[0]}x{shape[1]}by{shape[2]}")
+        for joint in (False,) if needs_nest else (False, True):
+            # Other families run with and without joint attention, and with each shape.
+            for shape in SHAPES if not joint or name in WITH_ALL else SHAPES[1:]:
+                schedule = "nest" if joint else "auto"
+                yield pytest.param((name, joint, shape), id=f"{name}-{schedule}-{shape[0]}x{shape[1]}by{shape[2]}")
 
 
 @pytest.fixture(scope="module", params=_profiles())
 def profiled(request: pytest.FixtureRequest) -> Iterator[tuple[EngineUnderTest, Trained, int]]:
-    name, schedule, (batch_size, tokens, slice_tokens) = request.param
+    name, joint, (batch_size, tokens, slice_tokens) = request.param
     subject = trained(name, batch_size, tokens)
-    with EngineUnderTest(build(name), schedule) as under_test:
+    with EngineUnderTest(build(name), joint_attention=joint) as under_test:
         under_test.profile_step(subject.batch)
         yield under_test, subject, slice_tokens
 
@@ -132,7 +133,7 @@ def test_many_slices(profiled: tuple[EngineUnderTest, Trained, int], alpha: floa
     engine, memory = under_test.engine, under_test.engine.memory
     assert memory is not None
     swapped_calls = len(engine.layers) - 2
-    assert memory.arena.size_bytes == engine.host_bytes == swapped_calls * max(predicted)
+    assert memory.host.arena.size_bytes == engine.host_bytes == swapped_calls * max(predicted)
 
     model = under_test.model
     model.zero_grad()
@@ -181,16 +182,16 @@ MIXES = {
 
 
 @pytest.fixture(scope="module")
-def mixed(family: str, schedule: str) -> Iterator[tuple[EngineUnderTest, Trained]]:
+def mixed(family: str, joint: bool) -> Iterator[tuple[EngineUnderTest, Trained]]:
     subject = trained(family, 2, 61)
-    with EngineUnderTest(build(family), schedule) as under_test:
+    with EngineUnderTest(build(family), joint_attention=joint) as under_test:
         under_test.profile_step(subject.batch)
         yield under_test, subject
 
 
-@slow_if(lambda family, schedule, mix: family != "llama_gqa" and (schedule == "nest" or mix != "sixteen"))
+@slow_if(lambda family, joint, mix: family != "llama_gqa" and (joint or mix != "sixteen"))
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("schedule", ["auto", "nest"], scope="module")
+@pytest.mark.parametrize("joint", [False, True], scope="module", ids=["auto", "nest"])
 @pytest.mark.parametrize(
     "family", ["llama_gqa", "mistral_window", "gpt2_dropout", "mixtral", "block_dropout"], scope="module"
 )
@@ -249,21 +250,21 @@ kinds = st.sampled_from(["input", "out", "lse", "query", "key", "value", "other"
 saved_tensors = st.lists(st.builds(SavedBytes, kinds, st.integers(1, 10**6), st.booleans()), min_size=1, max_size=12)
 
 
-@given(saved_tensors, st.integers(1, 3000), alphas, alphas, st.sampled_from(["layer", "nest"]))
-def test_slots_grow_with_alpha(saved: list[SavedBytes], tokens: int, a: float, b: float, schedule: str) -> None:
+@given(saved_tensors, st.integers(1, 3000), alphas, alphas, st.booleans())
+def test_slots_grow_with_alpha(saved: list[SavedBytes], tokens: int, a: float, b: float, joint: bool) -> None:
     """Apart from alignment and tensors whose size does not depend on tokens, of which two slices have two."""
     low, high = sorted((a, b))
-    sizes = [slot_bytes(saved, tokens, slices_at(tokens, alpha), schedule) for alpha in (low, high)]
+    sizes = [slot_bytes(saved, tokens, slices_at(tokens, alpha), joint) for alpha in (low, high)]
     slack = len(saved) * 2 * ALIGNMENT_BYTES + sum(item.size_bytes for item in saved if not item.per_token)
     assert sizes[0] <= sizes[1] + slack
 
 
-@given(saved_tensors, st.integers(1, 3000), alphas, longests, st.sampled_from(["layer", "nest"]))
+@given(saved_tensors, st.integers(1, 3000), alphas, longests, st.booleans())
 def test_slots_hold_what_is_always_swapped_and_no_more_than_all(
-    saved: list[SavedBytes], tokens: int, alpha: float, longest: int | None, schedule: str
+    saved: list[SavedBytes], tokens: int, alpha: float, longest: int | None, joint: bool
 ) -> None:
     slices = slices_at(tokens, alpha, longest)
-    size = slot_bytes(saved, tokens, slices, schedule)
+    size = slot_bytes(saved, tokens, slices, joint)
     always = sum(item.size_bytes for item in saved if item.kind in ("input", "out", "lse"))
     most = sum(
         item.size_bytes * (1 if item.per_token else len(slices)) + 2 * ALIGNMENT_BYTES * len(slices) for item in saved
@@ -279,15 +280,15 @@ def test_slot_bytes_of_a_layer() -> None:
     ]  # fmt: skip
     whole = 6400 + 6400 + 128
     attention = 6400 + 3200 + 3200
-    assert slot_bytes(saved, 100, _ranges((100, RECOMPUTE)), "layer") == whole
-    assert slot_bytes(saved, 100, _ranges((100, SWAP)), "layer") == whole + attention + 64000 + 64
+    assert slot_bytes(saved, 100, _ranges((100, RECOMPUTE))) == whole
+    assert slot_bytes(saved, 100, _ranges((100, SWAP))) == whole + attention + 64000 + 64
     half_of_other = 3200 + 1600 + 1600 + 32000 + 64
     both_lse = 6400 + 6400 + 64 + 64
-    assert slot_bytes(saved, 100, _ranges((50, SWAP), (50, RECOMPUTE)), "layer") == both_lse + half_of_other
+    assert slot_bytes(saved, 100, _ranges((50, SWAP), (50, RECOMPUTE))) == both_lse + half_of_other
     # The second slice attends to the keys and values of the first.
-    assert slot_bytes(saved, 100, _ranges((50, RECOMPUTE), (50, RECOMPUTE)), "layer") == both_lse + 1600 + 1600
-    assert slot_bytes(saved, 100, _ranges((50, RECOMPUTE), (50, RECOMPUTE)), "nest") == whole
-    assert slot_bytes(saved, 100, _ranges((100, KEEP)), "layer") == 6400
+    assert slot_bytes(saved, 100, _ranges((50, RECOMPUTE), (50, RECOMPUTE))) == both_lse + 1600 + 1600
+    assert slot_bytes(saved, 100, _ranges((50, RECOMPUTE), (50, RECOMPUTE)), True) == whole
+    assert slot_bytes(saved, 100, _ranges((100, KEEP))) == 6400
 
 
 def test_cut_takes_the_tokens_of_tensors_that_have_them() -> None:
@@ -334,7 +335,7 @@ def strided(draw: st.DrawFn) -> Tensor:
 @given(st.lists(strided(), min_size=1, max_size=4))
 def test_slot_returns_what_was_put_in(tensors: list[Tensor]) -> None:
     size = sum(aligned(t.nbytes) for t in tensors)
-    slot = Slot(torch.zeros(size, dtype=torch.uint8), SlotShare(0, size), SlotShare(size, size))
+    slot = Slot(torch.zeros(size, dtype=torch.uint8), {"host": SlotShare(0, size)})
     stored = [slot.put(t) for t in tensors]
     assert slot.used_bytes == size
     for t, place in zip(tensors, stored, strict=True):
@@ -444,34 +445,37 @@ def test_arena_is_one_allocation_of_distinct_regions() -> None:
 
 
 def test_bytes_arrive_on_the_host_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slot_memory, "PIECE_BYTES", 100)
+    monkeypatch.setattr(host, "PIECE_BYTES", 100)
     memory = make_memory(slots=1, size=256, test_mode=TestMode(seed=1, longest_delay_seconds=0.002))
     slot = memory.lease(0, swap=True)
     values = torch.arange(256, dtype=torch.uint8, device=DEVICE)
     assert slot.put(values) is not None
     memory.offload(slot)
-    share = slot.to_host
-    assert [stop for stop, _ in share.pieces] == [100, 200, 256] and share.offload is share.pieces[-1][1]
-    first = share.arrival(64)
-    assert first is share.pieces[0][1] and share.arrival(101) is share.pieces[1][1]
-    assert first is not None and slot.host is not None
-    first.synchronize()
-    assert torch.equal(slot.host[:64], values[:64].cpu())
+    share = slot.shares["host"]
+    assert isinstance(share.room, HostBuffer)
+    pieces = share.room.pieces
+    assert [stop for stop, _ in pieces] == [100, 200, 256] and share.left is pieces[-1][1]
+    first = share.room.range(0, 64)
+    assert first.written is pieces[0][1] and share.room.range(64, 37).written is pieces[1][1]
+    assert first.written is not None and first.memory is not None
+    first.written.synchronize()
+    assert torch.equal(first.memory, values[:64].cpu())
     memory.release(slot)
     memory.close()
 
 
 def test_calls_two_apart_share_a_rounding_buffer() -> None:
     memory = make_memory()
-    buffers = []
+    buffers, slots = [], []
     for call in range(4):
         slot = memory.lease(call, swap=True)
         fill(slot, float(call))
         buffers.append(slot.buffer.data_ptr())
         memory.offload(slot)
+        slots.append(slot)
     assert buffers[0] == buffers[2] != buffers[1] == buffers[3]
     assert memory.stats.unplanned_slots == 0
-    assert memory.stats.peak_host_bytes == memory.arena.size_bytes
+    assert memory.stats.peak_host_bytes == memory.host.arena.size_bytes
     memory.close()
 
 
@@ -482,7 +486,8 @@ def test_eviction_waits_for_the_offload() -> None:
     memory.offload(first)
     second = memory.lease(2, swap=True)  # poisons the buffer, if the copy had not ended
     assert first.buffer is None and second.buffer is not None
-    assert first.host is not None and torch.equal(first.host.view(torch.float32), torch.full((16,), 7.0))
+    room = first.shares["host"].room
+    assert isinstance(room, HostBuffer) and torch.equal(room.memory.view(torch.float32), torch.full((16,), 7.0))
     memory.close()
 
 
@@ -498,7 +503,7 @@ def test_slot_comes_back() -> None:
     memory.release(second)
     memory.fetch(first, 0, ahead=True)
     assert torch.equal(first.load(place).cpu(), torch.arange(16.0))
-    assert memory.stats.offloaded_bytes == memory.stats.fetched_bytes == 64
+    assert memory.offloaded_bytes == memory.fetched_bytes == 64
     memory.release(first)
     assert memory.slots_in_use == 0
     with pytest.raises(RuntimeError, match="are gone"):
@@ -536,7 +541,7 @@ def test_exhausted_arena_leaves_slots_on_the_device() -> None:
         slots.append(memory.lease(call, swap=True))
         fill(slots[-1], float(call))
         memory.offload(slots[-1])
-    assert [slot.host is None for slot in slots] == [False, True, True, True]
+    assert [slot.shares["host"].room is None for slot in slots] == [False, True, True, True]
     assert memory.stats.unplanned_slots == 1  # call 3: call 1 cannot leave the buffer
     for call in (3, 2, 1, 0):
         slot = slots[call]
@@ -771,12 +776,12 @@ def test_autocast_copies_of_trained_weights_are_shared() -> None:
     assert not any(activations) and len(weights) + len(activations) == len(kinds)
 
 
-@pytest.mark.parametrize("schedule", ["auto", "nest"])
+@pytest.mark.parametrize("joint", [False, True], ids=["auto", "nest"])
 @pytest.mark.parametrize("family", ["block", "llama"])
-def test_input_of_the_first_layer_is_not_taken_for_a_weight(family: str, schedule: str) -> None:
+def test_input_of_the_first_layer_is_not_taken_for_a_weight(family: str, joint: bool) -> None:
     """Like a cast of a weight, it is a function of the embedding's weight alone, and so is its fp32 copy in a norm."""
     model, batch = build(family).bfloat16(), make_batch(2, 48)
-    with EngineUnderTest(model, schedule) as under_test:
+    with EngineUnderTest(model, joint_attention=joint) as under_test:
         under_test.profile_step(batch)
         assert under_test.profile is not None
         first, *others = ([s.kind for s in call.saved] for call in under_test.profile.in_order())

@@ -83,7 +83,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     name, amp, nested = request.param
     model, batch = build(name), make_batch(2, TOKENS)
     plain, double = loss_and_gradients(model, batch, amp), in_double(model)
-    with ByKind(model, schedule="nest" if nested else "auto") as under_test:
+    with ByKind(model, joint_attention=nested) as under_test:
         under_test.profile_step(batch, amp)
         yield Case(batch, amp, nested, double, plain, under_test)
 
@@ -348,8 +348,8 @@ def test_a_plan_of_kinds_is_refused_where_one_alpha_was_asked_for(
     llama: ByKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llama.load_storage(BASE | {"mlp.up_proj": [("host", 0, 8)]})
-    monkeypatch.setattr(llama.engine.settings, "storage", "alpha")
-    assert llama.engine.swap is not None and 'storage="kinds"' in llama.engine.why_not(llama.engine.swap)
+    monkeypatch.setattr(llama.engine.settings, "by_kind", False)
+    assert llama.engine.swap is not None and "a place for each kind" in llama.engine.why_not(llama.engine.swap)
     assert llama.engine.why_not(alpha_swap(0.5, 4, 64)) == ""
 
 

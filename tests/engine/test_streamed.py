@@ -23,15 +23,16 @@ from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.plan import HostBacked
+from lightning_memo.artifacts.plan import StreamFromHost
 from lightning_memo.engine import Engine
 from lightning_memo.engine.attention.sliced_attention import StreamedAttention
 from lightning_memo.engine.copy_streams import CopyEvent, ThreadCopyStream
-from lightning_memo.engine.memory import slot_memory
+from lightning_memo.engine.memory import host
 from lightning_memo.engine.memory.block_reader import BlockReader, token_rows
 from lightning_memo.engine.memory.offloaded_tensor import OffloadedTensor
 from lightning_memo.engine.saved_tensors.offload_group import KeysValues, OffloadGroups
 from lightning_memo.engine.sliced_model.sliced_model import SlicedForward
+from lightning_memo.engine.timeline_recorder import Subject
 from lightning_memo.kernels import AttentionResult, AttentionSpec
 from lightning_memo.kernels.cpu_flash import CpuFlash
 from lightning_memo.loss.attach_loss import attach_chunked_loss
@@ -49,12 +50,17 @@ def assert_as_good(model: nn.Module, batch, actual: Step, plain: Step) -> None:
         assert actual.distance(exact) <= FARTHER * plain.distance(exact)
 
 
-WAYS = [(4, "attention", 1), (8, "all", 1), (11, "all", 14), (11, "attention", 61)]  # the last of 11 has one token
+WAYS = [
+    (4, "attention", 1),
+    (8, "hidden", 1),
+    (11, "hidden", 14),
+    (11, "attention", 61),
+]  # the last of 11 has one token
 
 
 @slow_if(lambda slices, family: slices != 4 or family != "mistral_window")
 @pytest.mark.parametrize(
-    ("family", "slices", "host_backed", "block_tokens"),
+    ("family", "slices", "stream_from_host", "block_tokens"),
     [
         *(("llama_gqa", *way) for way in WAYS),
         *(("llama", *way) for way in WAYS[1:3]),
@@ -65,13 +71,13 @@ WAYS = [(4, "attention", 1), (8, "all", 1), (11, "all", 14), (11, "attention", 6
     ],
 )
 def test_gradients(
-    family: str, slices: int, host_backed: HostBacked, block_tokens: int, monkeypatch: pytest.MonkeyPatch
+    family: str, slices: int, stream_from_host: StreamFromHost, block_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if host_backed == "attention":  # attention waits for a part of what a slice copies
-        monkeypatch.setattr(slot_memory, "PIECE_BYTES", 1000)
+    if stream_from_host == "attention":  # attention waits for a part of what a slice copies
+        monkeypatch.setattr(host, "PIECE_BYTES", 1000)
     model, batch = build(family), make_batch(2, 61)
     plain = loss_and_gradients(model, batch)
-    with EngineUnderTest(model, slice_tokens=-(-61 // slices), host_backed=host_backed) as under_test:
+    with EngineUnderTest(model, slice_tokens=-(-61 // slices), stream_from_host=stream_from_host) as under_test:
         under_test.engine.attention.block_tokens = block_tokens
         assert_as_good(model, batch, under_test.profile_step(batch), plain)
         for alpha in (0.0, 0.4, 1.0):
@@ -92,7 +98,7 @@ def test_gradients(
 def test_gradients_of_the_whole_model_slice_by_slice(family: str, slices: int) -> None:
     model, batch = build(family), make_batch(2, 61, padded=True)
     plain = loss_and_gradients(model, batch)
-    with EngineUnderTest(model, "slice", slice_tokens=-(-61 // slices), host_backed="all") as under_test:
+    with EngineUnderTest(model, slice_tokens=-(-61 // slices), stream_from_host="model") as under_test:
         under_test.engine.attention.block_tokens = 16
         assert_as_good(model, batch, under_test.profile_step(batch), plain)
         for alpha in (0.0, 0.4, 1.0):
@@ -111,7 +117,7 @@ def test_layers_get_real_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         return own(q, k, *tables, **kwargs)
 
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", note)
-    with EngineUnderTest(build("llama"), slice_tokens=8, host_backed="all") as under_test:
+    with EngineUnderTest(build("llama"), slice_tokens=8, stream_from_host="hidden") as under_test:
         under_test.profile_step(make_batch(1, 12))
     assert 12 in {tokens for tokens, _ in seen}
     assert not any(lazy for _, lazy in seen)
@@ -123,7 +129,7 @@ def test_a_batch_without_labels_slice_by_slice() -> None:
     batch["labels"].fill_(-100)
     plain = loss_and_gradients(model, batch)
     assert plain.loss.isnan() and plain.norm() == 0
-    with EngineUnderTest(model, "slice", slice_tokens=16, host_backed="all") as under_test:
+    with EngineUnderTest(model, slice_tokens=16, stream_from_host="model") as under_test:
         actual = under_test.profile_step(batch)
     assert actual.loss.isnan() and actual.norm() == 0
 
@@ -131,17 +137,19 @@ def test_a_batch_without_labels_slice_by_slice() -> None:
 def test_frozen_layers_slice_by_slice() -> None:
     model, batch = frozen_below(build("llama_gqa")), make_batch(2, 61)
     plain = loss_and_gradients(model, batch)
-    with EngineUnderTest(model, "slice", slice_tokens=8, host_backed="all") as under_test:
+    with EngineUnderTest(model, slice_tokens=8, stream_from_host="model") as under_test:
         assert_as_good(model, batch, under_test.profile_step(batch), plain)
         under_test.load(0.5)
         assert_as_good(model, batch, under_test.step(batch), plain)
 
 
-@slow_if(lambda schedule: schedule != "slice")
-@pytest.mark.parametrize("schedule", ["auto", "slice"])
-def test_what_an_interrupted_step_holds_goes_back(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@slow_if(lambda stream_from_host: stream_from_host != "model")
+@pytest.mark.parametrize("stream_from_host", ["hidden", "model"])
+def test_what_an_interrupted_step_holds_goes_back(
+    stream_from_host: StreamFromHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, batch = build("llama"), make_batch(1, 61)
-    with EngineUnderTest(model, schedule, slice_tokens=16, host_backed="all") as under_test:
+    with EngineUnderTest(model, slice_tokens=16, stream_from_host=stream_from_host) as under_test:
         under_test.profile_step(batch)
         under_test.load(0.5)
         model(**batch).loss  # noqa: B018  its graph is dropped
@@ -166,7 +174,7 @@ def test_what_an_interrupted_step_holds_goes_back(schedule: str, monkeypatch: py
 
 def test_longer_batches_after_one_without_slices_are_profiled() -> None:
     model = build("llama")
-    with EngineUnderTest(model, slice_tokens=16, host_backed="attention") as under_test:
+    with EngineUnderTest(model, slice_tokens=16, stream_from_host="attention") as under_test:
         under_test.profile_step(make_batch(8, 8))
         swap = under_test.engine.swap
         assert swap is not None and not swap.streamed
@@ -184,7 +192,11 @@ def test_longer_batches_after_one_without_slices_are_profiled() -> None:
         ("llama", {"position_ids": torch.zeros(3, 2, 61)}, r"got position_ids \[3, 2, 61\]"),
         ("llama", {"input_ids": None, "inputs_embeds": torch.zeros(2, 61, 32, requires_grad=True)}, "inputs_embeds"),
         ("llama", {"labels": torch.zeros(2, 122, dtype=torch.long)}, r"got labels \[2, 122\], which does not have one"),
-        ("llama", {"labels": torch.zeros(2, 8, dtype=torch.long)}, r'schedule="slice" takes labels \[2, 61\]; use'),
+        (
+            "llama",
+            {"labels": torch.zeros(2, 8, dtype=torch.long)},
+            r'stream_from_host="model" takes labels \[2, 61\]; use',
+        ),
         ("llama", {"labels": torch.zeros(1, 61, dtype=torch.long)}, r"got labels \[1, 61\]"),
         ("llama", {"shift_labels": torch.zeros(2, 30, dtype=torch.long)}, r"got shift_labels \[2, 30\]"),
         ("llama", {"position_ids": torch.arange(8)[None]}, r"got position_ids \[1, 8\]"),
@@ -204,7 +216,7 @@ def test_longer_batches_after_one_without_slices_are_profiled() -> None:
     ],
 )
 def test_what_no_slice_can_compute_is_refused(family: str, arguments: dict[str, Any], message: str) -> None:
-    with EngineUnderTest(build(family), "slice", slice_tokens=8, host_backed="all") as under_test:
+    with EngineUnderTest(build(family), slice_tokens=8, stream_from_host="model") as under_test:
         with pytest.raises(ValueError, match=message):
             under_test.model(**make_batch(2, 61) | arguments)
         under_test.assert_empty()
@@ -224,7 +236,7 @@ def test_inputs_of_other_shapes_that_plain_training_takes(arguments: dict[str, T
     """The loss of transformers flattens labels."""
     model, batch = build("llama"), make_batch(2, 61) | arguments
     plain = loss_and_gradients(model, batch)
-    with EngineUnderTest(model, "slice", slice_tokens=8, host_backed="all") as under_test:
+    with EngineUnderTest(model, slice_tokens=8, stream_from_host="model") as under_test:
         assert_as_good(model, batch, under_test.profile_step(batch), plain)
 
 
@@ -240,11 +252,11 @@ def test_a_batch_on_the_host_is_moved_slice_by_slice(monkeypatch: pytest.MonkeyP
     shorten_measurements(monkeypatch)
     whole = Mock(side_effect=AssertionError("all of a batch was moved"))
     monkeypatch.setattr(ModelParallelStrategy, "batch_to_device", whole)
-    assert fit(MemoStrategy(slice_tokens=7, schedule="slice"), LanguageModel("llama"), max_steps=2).losses
+    assert fit(MemoStrategy(slice_tokens=7, stream_from_host="model"), LanguageModel("llama"), max_steps=2).losses
 
 
 def test_two_forwards_slice_by_slice_are_refused() -> None:
-    with EngineUnderTest(build("llama"), "slice", slice_tokens=8, host_backed="all") as under_test:
+    with EngineUnderTest(build("llama"), slice_tokens=8, stream_from_host="model") as under_test:
         first = under_test.model(**make_batch(2, 61)).loss
         with pytest.raises(ValueError, match="takes one forward of the model before its backward"):
             under_test.model(**make_batch(2, 61))
@@ -255,11 +267,11 @@ def test_two_forwards_slice_by_slice_are_refused() -> None:
 # ---- what is on the device
 
 
-@slow_if(lambda case_id: case_id != "slice-True")
+@slow_if(lambda case_id: case_id != "model-True")
 @pytest.mark.filterwarnings("ignore:.*profiler.*")
-@pytest.mark.parametrize(("schedule", "amp"), [("auto", False), ("slice", False), ("slice", True)])
+@pytest.mark.parametrize(("stream_from_host", "amp"), [("hidden", False), ("model", False), ("model", True)])
 def test_nothing_on_the_device_grows_with_the_sequence(
-    schedule: str, amp: bool, monkeypatch: pytest.MonkeyPatch
+    stream_from_host: StreamFromHost, amp: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # How many of the two rows that may be on their way to the host are alive would hang on how busy the machine is.
     copy = ThreadCopyStream.copy
@@ -273,18 +285,19 @@ def test_nothing_on_the_device_grows_with_the_sequence(
     model = build("llama_gqa")
     del model.model.layers[2:]
     detach = attach_chunked_loss(model, 128)
-    peaks = {tokens: peak_bytes(model, schedule, tokens, amp) for tokens in (512, 2048)}
+    peaks = {tokens: peak_bytes(model, stream_from_host, tokens, amp) for tokens in (512, 2048)}
     for undo in detach:
         undo()
-    # A copy of the ids takes 8 bytes a token. Schedule "layer" also keeps the positions, which layers get, and a copy
+    # A copy of the ids takes 8 bytes a token. "hidden" also keeps the positions, which layers get, and a copy
     # of them. A table for rotary embedding would be 32 bytes a token, and hidden states 128.
-    assert peaks[2048] - peaks[512] <= (12 if schedule == "slice" else 28) * 1536, peaks
+    assert peaks[2048] - peaks[512] <= (12 if stream_from_host == "model" else 28) * 1536, peaks
     assert peaks[2048] <= 1.08 * peaks[512], peaks
 
 
-def peak_bytes(model: nn.Module, schedule: str, tokens: int, amp: bool) -> int:
+def peak_bytes(model: nn.Module, stream_from_host: StreamFromHost, tokens: int, amp: bool) -> int:
     """Peak of a step apart from weights and gradients; the plan is made from a step of two slices."""
-    with EngineUnderTest(model, schedule, None, slice_tokens=128, host_backed="all", check_slices=False) as under_test:
+    settings = {"slice_tokens": 128, "stream_from_host": stream_from_host, "check_slices": False}
+    with EngineUnderTest(model, None, **settings) as under_test:
         under_test.engine.attention.block_tokens = 128
         under_test.profile_step(make_batch(1, 256), amp)
         under_test.load(0.0, tokens=tokens)
@@ -326,7 +339,7 @@ def test_hidden_states_are_on_the_host(family: str, real: int, amp: bool, monkey
         return t
 
     monkeypatch.setattr(OffloadedTensor, "materialize", noted)
-    with EngineUnderTest(model, slice_tokens=16, host_backed="all") as under_test:
+    with EngineUnderTest(model, slice_tokens=16, stream_from_host="hidden") as under_test:
         under_test.profile_step(batch, amp)
         under_test.load(0.5)
         made_real.clear()
@@ -352,7 +365,7 @@ def test_each_slice_fetches_the_earlier_ones_that_it_sees(family: str, monkeypat
         return cores[-1]
 
     monkeypatch.setattr(Engine, "streamed_attention", remember)
-    with EngineUnderTest(build(family), slice_tokens=8, host_backed="all") as under_test:
+    with EngineUnderTest(build(family), slice_tokens=8, stream_from_host="hidden") as under_test:
         under_test.engine.attention.block_tokens = 1
         under_test.step(make_batch(2, 61))
         window = 24 if family == "mistral_window" else 61
@@ -387,7 +400,9 @@ class RecordingStream(ThreadCopyStream):
         super().__init__("prefetch")
         self.timeline, self.copies = timeline, 0
 
-    def copy(self, destination: Tensor, source: Tensor, *after: CopyEvent | None) -> CopyEvent:
+    def copy(
+        self, destination: Tensor, source: Tensor, *after: CopyEvent | None, subject: Subject | None = None
+    ) -> CopyEvent:
         block, which = divmod(self.copies, 2)
         self.copies += 1
         if which == 0:
@@ -468,21 +483,26 @@ def test_the_next_block_is_copied_while_the_present_one_is_computed_with() -> No
 # ---- the strategy
 
 
-@slow_if(lambda host_backed: host_backed != "all")
-@pytest.mark.parametrize("host_backed", ["attention", "all"])
-def test_trains_as_plain(host_backed: HostBacked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@slow_if(lambda stream_from_host: stream_from_host != "hidden")
+@pytest.mark.parametrize("stream_from_host", ["attention", "hidden"])
+def test_trains_as_plain(stream_from_host: StreamFromHost, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     shorten_measurements(monkeypatch)
-    result = fit(MemoStrategy(slice_tokens=7, host_backed=host_backed, alpha=0.5, test_mode=DELAYS))
+    result = fit(MemoStrategy(slice_tokens=7, stream_from_host=stream_from_host, alpha=0.5, test_mode=DELAYS))
     assert max(abs(a - b) for a, b in zip(result.losses, plain().losses, strict=True)) <= 3e-6
     swap = result.plan.swap
-    assert (swap.host_backed, swap.storage.slice_tokens, swap.alpha, set(result.held)) == (host_backed, 7, 0.5, {0})
+    assert (swap.stream_from_host, swap.storage.slice_tokens, swap.alpha, set(result.held)) == (
+        stream_from_host,
+        7,
+        0.5,
+        {0},
+    )
     saved = tmp_path / "plan.json"
     result.plan.save(saved)
-    again = fit(MemoStrategy(slice_tokens=7, host_backed=host_backed, plan=saved), max_steps=2)
+    again = fit(MemoStrategy(slice_tokens=7, stream_from_host=stream_from_host, plan=saved), max_steps=2)
     assert again.plan.swap == swap
     with pytest.warns(UserWarning, match="it was made for slice_tokens=7, and 5 was given"):
-        other = fit(MemoStrategy(slice_tokens=5, host_backed=host_backed, plan=saved), max_steps=2)
+        other = fit(MemoStrategy(slice_tokens=5, stream_from_host=stream_from_host, plan=saved), max_steps=2)
     assert other.plan.swap.storage.slice_tokens == 5
 
 
@@ -490,18 +510,20 @@ def test_trains_slice_by_slice_as_plain(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.chdir(tmp_path)
     shorten_measurements(monkeypatch)
     family = "llama_gqa"
-    settings = {"slice_tokens": 7, "schedule": "slice", "test_mode": DELAYS}
+    settings = {"slice_tokens": 7, "stream_from_host": "model", "test_mode": DELAYS}
     result = fit(MemoStrategy(alpha=0.5, **settings), LanguageModel(family))
     assert max(abs(a - b) for a, b in zip(result.losses, plain(LanguageModel(family)).losses, strict=True)) <= 3e-6
     swap = result.plan.swap
-    assert (swap.schedule, swap.host_backed, set(result.held)) == ("slice", "all", {0})
+    assert (swap.stream_from_host, set(result.held)) == ("model", {0})
     with pytest.raises(ValueError, match="runs a causal language model of transformers slice by slice"):
         fit(MemoStrategy(**settings), LanguageModel("block"))
 
 
 def test_layers_whose_attention_is_not_causal_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r'host_backed="all" runs layers slice after slice, but attention of .* needs'):
-        fit(MemoStrategy(slice_tokens=7, host_backed="all"), LanguageModel("encoder_layer"), max_steps=2)
+    with pytest.raises(
+        ValueError, match=r'stream_from_host="hidden" runs layers slice after slice, but attention of .* needs'
+    ):
+        fit(MemoStrategy(slice_tokens=7, stream_from_host="hidden"), LanguageModel("encoder_layer"), max_steps=2)
     result = fit(MemoStrategy(slice_tokens=7, alpha=0.5), LanguageModel("encoder_layer"), max_steps=2)
-    assert result.plan.swap.host_backed == "none"
+    assert result.plan.swap.stream_from_host == "none"

@@ -139,7 +139,7 @@ def test_everything_released_is_poisoned(family: str, alpha: float, slice_tokens
         slots = under_test.engine.memory
         assert slots is not None
         on_device = [slots.lease(call, swap=False).buffer for call in range(2)]
-        for buffer in (*on_device, slots.arena.acquire(slots.arena.size_bytes)):
+        for buffer in (*on_device, slots.host.arena.acquire(slots.host.arena.size_bytes)):
             assert buffer is not None
             assert buffer.view(torch.float32).isnan().all()
             assert buffer.view(torch.bfloat16).isnan().all()

@@ -25,7 +25,7 @@ from lightning_memo.estimate.cluster import (
 )
 from lightning_memo.estimate.planner_inputs import estimated_layer_costs
 from lightning_memo.estimate.request import EstimateRequest, Method, Parallelism
-from lightning_memo.planner import plan_swap
+from lightning_memo.planner import Restrictions, make_plan
 
 CLUSTER, SHAPE = load_cluster("h100"), load_model("llama_tiny")
 TRUE = replace(
@@ -114,15 +114,8 @@ def save_plan(path: Path, tokens: int) -> None:
         model="x", batch=1, tokens=tokens, precision="32-true", device="cpu", torch="2", parallel="none"
     )
     budget = Budget(device_bytes=2**40, host_bytes=2**40)
-    plan_swap(
-        costs(tokens),
-        budget,
-        label,
-        alpha="auto",
-        schedule="layer",
-        slice_tokens=None,
-        memory_of=memory_by(lambda alpha: 64, costs(tokens).swapped_calls),
-    ).save(path)
+    memory_of = memory_by(lambda alpha: 64, costs(tokens).swapped_calls)
+    make_plan(costs(tokens), budget, label, Restrictions(), memory_of).save(path)
 
 
 def save_benchmark(path: Path, tokens: int) -> None:

@@ -127,12 +127,12 @@ def test_slices_are_asked_for_and_offered(run):
     whole = answer_of(run(*asked))
     assert (whole["status"], whole["slices"]) == ("oom", None)
     assert any(
-        limit.startswith("The sequence fits with slice_tokens=262144 host_backed=attention: ")
+        limit.startswith("The sequence fits with slice_tokens=262144 stream_from_host=attention: ")
         for limit in whole["limits"]
     )
-    sliced = answer_of(run(*asked, "slice_tokens=32K", "host_backed=all"))
+    sliced = answer_of(run(*asked, "slice_tokens=32K", "stream_from_host=hidden"))
     assert sliced["status"] == "ok"
-    assert sliced["slices"] == {"tokens": 32 * 1024, "host_backed": "all", "schedule": "layer"}
+    assert sliced["slices"] == {"tokens": 32 * 1024, "stream_from_host": "hidden"}
 
 
 def test_max_finds_the_longest(run):
@@ -282,7 +282,7 @@ def test_a_mistake_in_a_sweep_is_a_line_of_its_report(run):
         (["method=magic"], ["method='magic'", "give memo, full_recompute, full_swap, plain"]),
         (["method=megatron"], ["method=megatron: programs of papers", "give method=full_recompute, "]),
         (["method=deepspeed_ulysses"], ["give method=full_recompute parallel.zero_stage=3, "]),
-        (["method=fpdt"], ["give method=memo slice_tokens=64K host_backed=all, "]),
+        (["method=fpdt"], ["give method=memo slice_tokens=64K stream_from_host=hidden, "]),
         (["output=xml"], ["output='xml'", "json"]),
         (["gpus=0"], ["gpus=0"]),
         (["gpus=-8"], ["gpus=-8"]),
@@ -307,12 +307,9 @@ def test_a_mistake_in_a_sweep_is_a_line_of_its_report(run):
             ["slice_tokens=64K", "gpus=1", "model=gpt_7b", "batch_size=1"],
             ["slice_tokens is estimated", "Llama or Qwen3"],
         ),
-        (["slice_tokens=64K", "host_backed=some"], ["host_backed='some'", "attention"]),
-        (["slice_tokens=64K", "host_backed=none"], ["host_backed=none", "leave slice_tokens"]),
-        (["slice_tokens=64K", "schedule=nest"], ["schedule='nest'", "slice"]),
-        (["slice_tokens=64K", "schedule=slice", "host_backed=attention"], ["contradicts"]),
-        (["host_backed=all"], ["host_backed=all", "slice_tokens=64K"]),
-        (["schedule=slice"], ["schedule=slice", "slice_tokens=64K"]),
+        (["slice_tokens=64K", "stream_from_host=some"], ["stream_from_host='some'", "attention"]),
+        (["slice_tokens=64K", "stream_from_host=none"], ["stream_from_host=none", "leave slice_tokens"]),
+        (["stream_from_host=hidden"], ["stream_from_host=hidden", "slice_tokens=64K"]),
         (["disk_memory=much"], ["disk_memory", "'much'"]),
         (["disk_memory=1TiB"], ["cluster.disk_write_bandwidth", "example 4GB"]),
         (["disk_memory=1TiB", "slice_tokens=64K"], ["whole sequences"]),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from support.markers.slow import slow_if
+from support.modes import BY_KIND
 from support.trainer_harness import LanguageModel, batches, make_trainer
 
 from lightning_memo import MemoStrategy
@@ -162,7 +163,7 @@ def trained(
         return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **lora)).to(dtype).train()
 
     ids = torch.randint(0, 96, (1, TOKENS))
-    strategy = MemoStrategy(storage="kinds", device_memory="64MiB", host_memory="4MiB", plan_memory=False)
+    strategy = MemoStrategy(test_mode=BY_KIND, device_memory="64MiB", host_memory="4MiB", plan_memory=False)
     trainer = make_trainer(strategy, max_steps=1, default_root_dir=str(folder), precision=precision)
     trainer.fit(LanguageModel(build), batches([{"input_ids": ids, "labels": ids}]))
     shape = replace(shape_of(config.to_dict(), family), adapters=adapters_of(lora or {}))

@@ -13,6 +13,7 @@ import torch
 import transformers
 from support.harness import EngineUnderTest
 from support.markers.slow import slow_if
+from support.modes import BY_ALPHA, BY_KIND
 from support.trainer_harness import LanguageModel, batches, make_trainer
 
 from lightning_memo import MemoStrategy
@@ -165,7 +166,7 @@ def test_an_estimate_takes_what_training_measures(tmp_path: Path, case: str) -> 
     """Buffers within the backward are an upper bound. Training measures the copies of a CPU, too."""
     config, shape = configured(case, num_hidden_layers=4)
     tokens = 1024
-    measured = train(tmp_path, config, tokens, storage="alpha", device_memory="1GiB").costs
+    measured = train(tmp_path, config, tokens, test_mode=BY_ALPHA, device_memory="1GiB").costs
     told = estimated_layer_costs(ask(shape=shape, gpus=1, seq_len=tokens, precision="32-true"), Parallelism())
     assert (told.input_bytes, told.attention_bytes) == (measured.input_bytes, measured.attention_bytes)
     offsets = [4 * part.experts if part.experts > 1 else 0 for part in shape.runs for _ in range(part.layers)]
@@ -195,7 +196,7 @@ def test_products_are_those_of_training(tmp_path: Path, case: str, monkeypatch: 
     """Those of experts have no name in a plan."""
     monkeypatch.setattr(solve_plan, "plain_plan", lambda *_: None)
     config, shape = configured(case, num_hidden_layers=4)
-    costs = train(tmp_path, config, 64, storage="kinds", device_memory="64MiB").storage_costs
+    costs = train(tmp_path, config, 64, test_mode=BY_KIND, device_memory="64MiB").storage_costs
     assert costs is not None
     calls = [costs.classes[number] for number in costs.call_classes]
     runs = [

@@ -30,7 +30,6 @@ from lightning_memo.estimate.step_times import (
 )
 from lightning_memo.estimate.tables import format_alpha
 from lightning_memo.estimate.training_plan import alpha_plan
-from lightning_memo.planner import solve_alpha
 from lightning_memo.planner.token_slices import plan_of_alpha
 
 RING = Parallelism(tp=4, cp=2, zero_stage=1)
@@ -49,12 +48,14 @@ def ask(**changes: object) -> EstimateRequest:
     return replace(request, **changes)  # type: ignore[arg-type]
 
 
-def test_alpha_is_that_of_the_program_that_training_solves() -> None:
+def test_alpha_is_the_largest_that_copies_and_host_allow() -> None:
     request = ask(seq_len=512 * 1024)
     costs, room = estimated_layer_costs(request, RING), device_budget(request, RING)
-    solution = solve_alpha(costs, room)
-    assert 0.3 < solution.alpha < 0.6
-    whole_tiles = plan_of_alpha(costs.tokens, solution.alpha).share(OTHER)
+    least, other = costs.swapped_bytes(0, 0.0), costs.other_bytes[0]
+    hidden = (costs.forward_seconds[0] * costs.offload_bytes_per_second - least) / other
+    held = (room.host_bytes / costs.swapped_calls - least) / other
+    assert 0.3 < min(hidden, held) < 0.6
+    whole_tiles = plan_of_alpha(costs.tokens, min(hidden, held)).share(OTHER)
     assert alpha_plan(request, RING, costs, room, "auto").swap.alpha == whole_tiles
 
 
@@ -364,7 +365,7 @@ def test_a_precision_changes_time_and_memory() -> None:
     ("method", "message"),
     [
         ("megatron", "method=megatron: programs of papers are not estimated; give method=full_recompute, which"),
-        ("fpdt", "give method=memo slice_tokens=64K host_backed=all, which"),
+        ("fpdt", "give method=memo slice_tokens=64K stream_from_host=hidden, which"),
         ("other", "method='other': give memo, full_recompute, full_swap, plain"),
     ],
 )

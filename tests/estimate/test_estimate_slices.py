@@ -38,8 +38,8 @@ SLICE = 2 * K  # the least number of tokens in a block of keys and values
 QWEN3 = {"kernels": "qwen3"}
 ATTENTION, ALL, BY_SLICE = (
     Slices(tokens=SLICE),
-    Slices(tokens=SLICE, host_backed="all"),
-    Slices(tokens=SLICE, host_backed="all", schedule="slice"),
+    Slices(tokens=SLICE, stream_from_host="hidden"),
+    Slices(tokens=SLICE, stream_from_host="model"),
 )
 SMALL = ModelShape(
     name="small", layers=2, hidden=64, ffn=176, heads=4, kv_heads=2, head_dim=16, vocab=512, gated=True, tied=False,
@@ -59,10 +59,8 @@ def train(
         "tie_word_embeddings": False,
     }  # fmt: skip
     ids = torch.randint(0, shape.vocab, (1, tokens), generator=torch.Generator().manual_seed(0))
-    backed = "auto" if slices.schedule == "slice" else slices.host_backed
-    schedule = "slice" if slices.schedule == "slice" else "auto"
     strategy = MemoStrategy(
-        plan_memory=False, slice_tokens=slices.tokens, host_backed=backed, schedule=schedule, alpha=0.5,
+        plan_memory=False, slice_tokens=slices.tokens, stream_from_host=slices.stream_from_host, alpha=0.5,
         device_memory="4GiB", host_memory="1GiB",
     )  # fmt: skip
     trainer = make_trainer(strategy, max_steps=1, default_root_dir=str(folder), precision=precision)

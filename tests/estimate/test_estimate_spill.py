@@ -93,7 +93,7 @@ def test_a_disk_that_is_too_slow_is_waited_for() -> None:
     assert slow.disk_bytes > 0
     written = slow.disk_bytes / (0.5 * GB)
     assert slow.step_seconds > max(written, 1.2 * fast.step_seconds)
-    assert any("wait for the disk" in limit for limit in slow.limits)
+    assert any("for the disk" in limit for limit in slow.limits)
     free = estimate(ask(cluster=disks[1]), Parallelism())
     assert free.step_seconds is not None and free.storage is not None
     assert free.disk_bytes < slow.disk_bytes and free.step_seconds < slow.step_seconds  # it need not store as much

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from support.alpha_plans import memory_by
 from support.harness import EngineUnderTest
 from support.markers.slow import slow_if
+from support.modes import BY_ALPHA
 from support.trainer_harness import batches, make_trainer
 from support.training_bytes import slot_bytes_by_alpha, step_bytes
 
@@ -27,7 +28,7 @@ from lightning_memo.estimate.request import EstimateRequest, Parallelism
 from lightning_memo.estimate.saved_tensors import Precision, bytes_of, layer_activations, saved_tensors
 from lightning_memo.estimate.step_estimate import estimate
 from lightning_memo.models import CausalLM
-from lightning_memo.planner import plan_swap
+from lightning_memo.planner import Restrictions, make_plan
 from lightning_memo.shapes.hf_config import shape_of
 from lightning_memo.shapes.model_shape import ModelShape, adapters_of
 
@@ -153,7 +154,7 @@ def train(
     """The plan of a short run of the demo model with a changed configuration."""
     config = OmegaConf.to_container(OmegaConf.load(Path(config_dir()) / "model" / "llama_tiny.yaml"))["config"]
     ids = torch.randint(0, DEMO.vocab, (1, tokens), generator=torch.Generator().manual_seed(0))
-    strategy = MemoStrategy(storage="alpha", plan_memory=False, **DEMO_BUDGETS)
+    strategy = MemoStrategy(test_mode=BY_ALPHA, plan_memory=False, **DEMO_BUDGETS)
     trainer = make_trainer(strategy, max_steps=1, default_root_dir=str(folder), precision=precision)
     trainer.fit(
         CausalLM({"config": config | changes, "lora": lora or {}}), batches([{"input_ids": ids, "labels": ids}])
@@ -174,18 +175,10 @@ def predicted(measured: LayerCosts) -> LayerCosts:
 
 def plan(costs: LayerCosts, budget: Budget, label: Fingerprint, *, may_be_plain: bool = True) -> Plan:
     """Calls the planner as training does, with slots of the predicted size."""
-    return plan_swap(
-        costs,
-        budget,
-        label,
-        alpha="auto",
-        schedule="layer",
-        slice_tokens=None,
-        memory_of=memory_by(
-            lambda alpha: slot_bytes_by_alpha(DEMO, sizes=FP32, tokens=costs.tokens, alpha=alpha), costs.swapped_calls
-        ),
-        may_be_plain=may_be_plain,
+    memory_of = memory_by(
+        lambda alpha: slot_bytes_by_alpha(DEMO, sizes=FP32, tokens=costs.tokens, alpha=alpha), costs.swapped_calls
     )
+    return make_plan(costs, budget, label, Restrictions(may_be_plain=may_be_plain), memory_of)
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
@@ -258,9 +251,11 @@ def test_alpha_is_that_of_measured_bytes(plans: dict[int, Plan], tokens: int, bo
     measured = trained.costs
     swapped = measured.swapped_bytes(0, share)
     room = swapped * (measured.calls - 2) if bound == "host" else measured.skeletal_bytes
-    bandwidth = min(measured.offload_bytes_per_second, measured.prefetch_bytes_per_second)
-    seconds = swapped / bandwidth if bound == "overlap" else measured.skeletal_bytes / bandwidth
-    measured = replace(measured, forward_seconds=(seconds,) * measured.calls)
+    enough = measured.skeletal_bytes / min(measured.offload_bytes_per_second, measured.prefetch_bytes_per_second)
+    seconds = swapped / measured.offload_bytes_per_second if bound == "overlap" else enough
+    # To recompute takes less time than to wait for a copy.
+    times = {"forward_seconds": seconds, "backward_seconds": enough, "recompute_seconds": seconds / 1000}
+    measured = replace(measured, **{name: (value,) * measured.calls for name, value in times.items()})
     budget = Budget(device_bytes=2**50, host_bytes=room)
     both = (measured, predicted(measured))
     plans_of = [plan(costs, budget, trained.fingerprint, may_be_plain=False).swap for costs in both]

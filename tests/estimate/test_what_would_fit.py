@@ -49,7 +49,7 @@ def test_a_model_whose_state_is_too_large(limits: Callable[[str], list[str]]) ->
         "are usable. Activations of 524,288 tokens need "
     )
     small, *others = changes(told)
-    assert re.fullmatch(r"precision=bf16-true slice_tokens=\d+ host_backed=\w+", small)
+    assert re.fullmatch(r"precision=bf16-true slice_tokens=\d+ stream_from_host=\w+", small)
     assert any(change.startswith("gpus=") for change in others)
     assert any(change.startswith("model.lora.r=16") for change in others)
 
@@ -62,7 +62,7 @@ def test_activations_that_are_too_large(limits: Callable[[str], list[str]]) -> N
 
 def test_a_host_that_is_too_small(limits: Callable[[str], list[str]]) -> None:
     told = limits(
-        "model=llama3_2_1b gpus=1 batch_size=1 seq_len=1M precision=bf16-true slice_tokens=32K host_backed=all "
+        "model=llama3_2_1b gpus=1 batch_size=1 seq_len=1M precision=bf16-true slice_tokens=32K stream_from_host=hidden "
         "cluster.host_bytes=64GiB"
     )
     assert told[1] == (

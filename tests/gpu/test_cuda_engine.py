@@ -21,7 +21,7 @@ from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.plan import Attention
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.copy_streams import CudaCopyStream
-from lightning_memo.engine.memory.host_arena import HostArena
+from lightning_memo.engine.memory.host import HostArena
 from lightning_memo.kernels import divided_calls, select_kernel
 from lightning_memo.kernels.divided_calls import DividedCalls
 from lightning_memo.planner.token_slices import slot_bytes
@@ -46,10 +46,11 @@ def load(engine: Engine, alpha: float, slice_tokens: int | None = None, attentio
     assert profile is not None and profile.complete
     slices = slices_at(profile.tokens, alpha, slice_tokens)
     size = max(
-        slot_bytes(call.saved, profile.tokens, slices, engine.layer_classes.schedule) for call in profile.in_order()
+        slot_bytes(call.saved, profile.tokens, slices, engine.layer_classes.joint_attention)
+        for call in profile.in_order()
     )
     plan = alpha_swap(
-        alpha, len(engine.layers), size, profile.tokens, schedule=engine.layer_classes.schedule,
+        alpha, len(engine.layers), size, profile.tokens, joint_attention=engine.layer_classes.joint_attention,
         slice_tokens=slice_tokens, attention=attention,
     )  # fmt: skip
     engine.load(plan, profile.batch * profile.tokens)
@@ -74,12 +75,12 @@ def test_gradients_are_those_of_plain_training(alpha, slice_tokens, window, padd
             assert distance(gradients(model, batch), truth) <= FARTHER * plain
             assert engine.slots_in_use == 0
         assert engine.memory is not None
-        region = engine.memory.arena.acquire(MIB // 4)
+        region = engine.memory.host.arena.acquire(MIB // 4)
         assert region is not None and region.is_pinned()
-        engine.memory.arena.release(region)
+        engine.memory.host.arena.release(region)
         stats = engine.memory.stats
         assert (stats.overflow_bytes, stats.unplanned_slots) == (0, 0)
-        assert stats.offloaded_bytes > 0 and stats.fetched_bytes > 0
+        assert engine.memory.offloaded_bytes > 0 and engine.memory.fetched_bytes > 0
 
 
 @slow_if(lambda attention, alpha: (attention == "sdpa") != (alpha == 1.0))
@@ -137,7 +138,7 @@ def test_full_precision_nests_its_slices(device):
     with attached(model, device, TestMode()) as engine:
         gradients(model, batch)
         load(engine, 0.5)
-        assert engine.layer_classes.schedule == "nest"
+        assert engine.layer_classes.joint_attention
         assert distance(gradients(model, batch), plain) <= 1e-5
 
 

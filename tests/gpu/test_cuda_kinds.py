@@ -1,4 +1,4 @@
-"""storage="kinds" on a GPU: gradients, bytes, and matrix products that are not recomputed."""
+"""Plans by kinds of tensors on a GPU: gradients, bytes, and matrix products that are not recomputed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def load(engine: Engine, rows: list[Row], profile: StepProfile) -> None:
     )  # fmt: skip
     saved = [[*call.saved, *(product.saved for product in call.products)] for call in profile.in_order()]
     memory = memory_of_plan(plan, [(of, TOKENS) for of in saved], len(engine.layers) - 2)
-    engine.load(SwapPlan(storage=plan, memory=memory, schedule="layer"), profile.batch * TOKENS)
+    engine.load(SwapPlan(storage=plan, memory=memory), profile.batch * TOKENS)
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -51,7 +51,7 @@ def test_gradients_where_everything_is_somewhere(window: int | None, device: tor
         model,
         list(find_stacks(model)[0].layers),
         device,
-        RequestedSettings("sdpa", test_mode=test_mode, storage="kinds"),
+        RequestedSettings("sdpa", test_mode=test_mode, by_kind=True),
     )
     engine.attach()
     try:
@@ -71,7 +71,7 @@ def test_gradients_where_everything_is_somewhere(window: int | None, device: tor
 
 def test_a_stored_product_is_not_computed_again(device: torch.device) -> None:
     model, batch = make_model(device), make_batch(device)
-    engine = Engine(model, list(find_stacks(model)[0].layers), device, RequestedSettings("sdpa", storage="kinds"))
+    engine = Engine(model, list(find_stacks(model)[0].layers), device, RequestedSettings("sdpa", by_kind=True))
     engine.attach()
     try:
         gradients(model, batch)

@@ -10,7 +10,7 @@ from support.benchmark_modules import benchmark_modules, load
 from support.kernels.attention_reference import Attended, Inputs, attend
 
 from lightning_memo.engine.copy_streams import CudaCopyStream
-from lightning_memo.engine.memory.host_arena import HostArena
+from lightning_memo.engine.memory.host import HostArena
 from lightning_memo.engine.memory.slot_memory import Slot, SlotShare
 from lightning_memo.kernels import AttentionSpec, select_backend
 
@@ -97,7 +97,7 @@ def test_a_slot_of_many_bytes_goes_and_comes_back(device: torch.device) -> None:
         host = arena.acquire(2 * count)
         assert host is not None
         buffer = torch.empty(2 * count, dtype=torch.uint8, device=device)
-        slot = Slot(buffer, SlotShare(0, 2 * count), SlotShare(2 * count, 2 * count))
+        slot = Slot(buffer, {"host": SlotShare(0, 2 * count)})
         t = torch.randint(-(2**15), 2**15, (count,), dtype=torch.int16, device=device)
         stored = slot.put(t)
         assert stored is not None

@@ -15,15 +15,15 @@ from support.samples.cuda import make_batch, make_model
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lightning_memo.artifacts.plan import HostBacked
+from lightning_memo.artifacts.plan import StreamFromHost
 from lightning_memo.artifacts.timeline import COMPUTE, RECOMPUTE, Span, Timeline
 
 LAYERS, TOKENS = 8, 8192
 _BEGIN, _END = "the first layer begins", "the backward is over"
 # Calls that make the host wait; `cudaMemcpy` without "Async" is one of them.
 _WAITS = {"cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaMemcpy2D"}
-WAYS = [("auto", None, "none"), ("auto", 128, "all"), ("slice", 128, "all")]
-each_way = pytest.mark.parametrize(("schedule", "slice_tokens", "host_backed"), WAYS)
+WAYS = [(None, "none"), (128, "hidden"), (128, "model")]
+each_way = pytest.mark.parametrize(("slice_tokens", "stream_from_host"), WAYS)
 
 
 @contextmanager
@@ -32,12 +32,11 @@ def planned(
     batch: dict[str, Tensor],
     device: torch.device,
     alpha: float,
-    schedule: str = "auto",
     slice_tokens: int | None = None,
-    host_backed: HostBacked = "none",
+    stream_from_host: StreamFromHost = "none",
 ) -> Iterator[EngineUnderTest]:
     """An engine that has run a planned step, so that kernels are loaded and memory is allocated."""
-    with EngineUnderTest(model, schedule, None, slice_tokens, host_backed, device) as under_test:
+    with EngineUnderTest(model, None, slice_tokens, stream_from_host, device) as under_test:
         under_test.profile_step(batch)
         under_test.load(alpha, slice_tokens)
         under_test.step(batch)
@@ -47,10 +46,10 @@ def planned(
 @each_way
 @pytest.mark.parametrize("recorded", [False, True])
 def test_the_host_waits_for_nothing_within_the_layers(
-    schedule: str, slice_tokens: int | None, host_backed: HostBacked, recorded: bool, device: torch.device
+    slice_tokens: int | None, stream_from_host: StreamFromHost, recorded: bool, device: torch.device
 ) -> None:
     model, batch = make_model(device), make_batch(device)
-    with planned(model, batch, device, 0.5, schedule, slice_tokens, host_backed) as under_test:
+    with planned(model, batch, device, 0.5, slice_tokens, stream_from_host) as under_test:
         engine = under_test.engine
 
         def mark(key: int, name: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.plan import HostBacked
+from lightning_memo.artifacts.plan import StreamFromHost
 from lightning_memo.engine import TestMode
 from lightning_memo.loss.attach_loss import attach_chunked_loss
 
@@ -31,18 +31,18 @@ def on_cpu(step: Step) -> Step:
     return Step(step.loss.cpu(), {name: g.cpu() for name, g in step.gradients.items()})
 
 
-@slow_if(lambda window, host_backed, schedule: (window is None) == (host_backed == "attention" or schedule == "slice"))
+@slow_if(lambda window, stream_from_host: (window is None) == (stream_from_host != "hidden"))
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize(("schedule", "host_backed"), [("auto", "attention"), ("auto", "all"), ("slice", "all")])
+@pytest.mark.parametrize("stream_from_host", ["attention", "hidden", "model"])
 def test_gradients_are_those_of_plain_training(
-    schedule: str, host_backed: HostBacked, window: int | None, device: torch.device
+    stream_from_host: StreamFromHost, window: int | None, device: torch.device
 ) -> None:
     """Keys and values are read in blocks with random delays, through buffers that are poisoned when they are free."""
     model, batch = make_model(device, window=window), make_batch(device)
     truth = truth_of(model, batch)
     plain = on_cpu(loss_and_gradients(model, batch)).distance(truth)
     late = TestMode(seed=1, longest_delay_seconds=0.002)
-    with EngineUnderTest(model, schedule, late, slice_tokens=64, host_backed=host_backed, device=device) as under_test:
+    with EngineUnderTest(model, late, 64, stream_from_host, device) as under_test:
         under_test.engine.attention.block_tokens = 128
         assert on_cpu(under_test.profile_step(batch)).distance(truth) <= FARTHER * plain
         for alpha in (0.0, 0.5, 1.0):
@@ -52,9 +52,9 @@ def test_gradients_are_those_of_plain_training(
 
 
 def test_full_precision_is_named_as_the_reason() -> None:
-    line = r'in half precision only on a GPU, and not in torch\.float32: set host_backed="none"$'
+    line = r'in half precision only on a GPU, and not in torch\.float32: set stream_from_host="none"$'
     with pytest.raises(ValueError, match=line):
-        fit(MemoStrategy(host_backed="all", slice_tokens=16), accelerator="gpu", max_steps=2)
+        fit(MemoStrategy(stream_from_host="hidden", slice_tokens=16), accelerator="gpu", max_steps=2)
 
 
 def test_keys_and_values_that_stay_on_the_device_are_told_of() -> None:

@@ -14,6 +14,7 @@ from peft import LoraConfig
 from support.devices import DEVICE
 from support.families import FAMILIES
 from support.markers.slow import slow_if
+from support.modes import BY_KIND
 from support.processes import run_in_processes
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
@@ -97,7 +98,7 @@ def of_rows(memo: MemoCallback | None, family: str = "llama", **arguments: Any) 
     [("llama", {"gradient_accumulation_steps": 2}), ("gpt2_dropout", {"eval_strategy": "steps", "eval_steps": 2})],
 )
 @pytest.mark.parametrize(
-    "settings", [{"alpha": 0.5}, {"slice_tokens": 16, "host_backed": "all"}], ids=["half", "slices"]
+    "settings", [{"alpha": 0.5}, {"slice_tokens": 16, "stream_from_host": "hidden"}], ids=["half", "slices"]
 )
 def test_trainer(
     family: str, arguments: dict[str, Any], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -112,8 +113,8 @@ def test_trainer(
     assert memo.plan.swap.alpha == settings.get("alpha", 1.0)
 
 
-@slow_if(lambda settings: "storage" in settings)
-@pytest.mark.parametrize("settings", [{"alpha": 0.5}, {"storage": "kinds", "device_memory": "1.5MiB"}], ids=str)
+@slow_if(lambda settings: "test_mode" in settings)
+@pytest.mark.parametrize("settings", [{"alpha": 0.5}, {"test_mode": BY_KIND, "device_memory": "1.5MiB"}], ids=str)
 def test_a_run_resumes_within_an_epoch(settings: dict[str, Any], tmp_path: Path) -> None:
     class Stop(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

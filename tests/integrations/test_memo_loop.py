@@ -24,6 +24,7 @@ from lightning.fabric import Fabric
 from support.devices import DEVICE
 from support.families import FAMILIES, VOCABULARY
 from support.markers.slow import slow_if
+from support.modes import BY_KIND, JOINT
 from support.processes import run_in_processes
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -130,15 +131,15 @@ def test_a_plain_loop(family: str, alpha: float) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"storage": "kinds", "device_memory": "0.8MiB"},
-        {"schedule": "nest", "alpha": 0.5},
-        {"slice_tokens": 16, "host_backed": "all"},
+        {"test_mode": BY_KIND, "device_memory": "0.8MiB"},
+        {"test_mode": JOINT, "alpha": 0.5},
+        {"slice_tokens": 16, "stream_from_host": "hidden"},
         {"plan_memory": False, "loss_chunk_tokens": 16, "alpha": 0.5},
     ],
     ids=lambda settings: next(iter(settings)),
 )
 def test_settings(settings: dict[str, Any]) -> None:
-    check(plain_loop, **settings, **LATE)
+    check(plain_loop, **LATE | settings)
 
 
 def test_planned_memory_serves_the_steps() -> None:
@@ -256,7 +257,7 @@ def with_chosen_kernels(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"alpha": 0.5}, {"slice_tokens": 16, "host_backed": "all"}], ids=["half", "slices"]
+    "settings", [{"alpha": 0.5}, {"slice_tokens": 16, "stream_from_host": "hidden"}], ids=["half", "slices"]
 )
 def test_kernels_chosen_by_the_loop(settings: dict[str, Any]) -> None:
     check(with_chosen_kernels, **settings, **LATE)
@@ -274,12 +275,12 @@ def test_loops(loop: Loop) -> None:
 @slow_if(lambda loop: loop is evaluating)
 @pytest.mark.parametrize("loop", [accumulating, with_other_lengths, evaluating], ids=lambda loop: loop.__name__)
 def test_loops_by_kind_of_tensor(loop: Loop) -> None:
-    memo = check(loop, storage="kinds", device_memory="1MiB", **LATE).memo
+    memo = check(loop, test_mode=BY_KIND, device_memory="1MiB").memo
     assert memo is not None and memo.plan is not None and not memo.plan.swap.storage.has_one_alpha
 
 
 @pytest.mark.parametrize(
-    "settings", [{"alpha": 0.5}, {"slice_tokens": 16, "host_backed": "all"}], ids=["half", "slices"]
+    "settings", [{"alpha": 0.5}, {"slice_tokens": 16, "stream_from_host": "hidden"}], ids=["half", "slices"]
 )
 def test_logits_in_chunks(settings: dict[str, Any]) -> None:
     memo = check(with_own_loss, loss_chunk_tokens=16, **settings, **LATE).memo
@@ -522,7 +523,7 @@ def test_refusals() -> None:
     with refused("optimizer: got none"):
         MemoLoop(run.model, [])
     with refused("use MemoStrategy"):
-        MemoLoop(run.model, run.optimizer, schedule="slice", slice_tokens=8)
+        MemoLoop(run.model, run.optimizer, stream_from_host="model", slice_tokens=8)
     with refused("not a fraction of the tokens"):
         MemoLoop(run.model, run.optimizer, alpha=2.0)
     memo = MemoLoop(run.model, run.optimizer)
@@ -578,7 +579,7 @@ def test_a_backward_after_its_step_tells_what_to_do() -> None:
     """A step ends a batch, after which the memory of the profiled one is freed."""
     model = build()
     optimizer = sgd(model)
-    with MemoLoop(model, optimizer, slice_tokens=16, host_backed="all"):
+    with MemoLoop(model, optimizer, slice_tokens=16, stream_from_host="hidden"):
         first, second = loss_of(model, 0), loss_of(model, 0)
         first.backward()
         optimizer.zero_grad()

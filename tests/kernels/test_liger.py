@@ -93,7 +93,7 @@ def test_gradients_are_those_of_plain_training_with_liger(lora, interpreter):
 def test_gradients_with_grouped_queries_and_all_but_a_slice_on_the_host(interpreter):
     model, batch = build(num_key_value_heads=2), batch_of()
     expected = loss_and_gradients(model, batch)
-    with EngineUnderTest(model, slice_tokens=3, host_backed="all") as run:
+    with EngineUnderTest(model, slice_tokens=3, stream_from_host="hidden") as run:
         assert_close(run.profile_step(batch), expected)
         run.load(0.5)
         assert_close(run.step(batch), expected)
@@ -101,7 +101,7 @@ def test_gradients_with_grouped_queries_and_all_but_a_slice_on_the_host(interpre
 
 @needs_liger
 def test_products_that_a_kernel_overwrites_are_stored_as_they_were(interpreter):
-    """liger overwrites the outputs of `q_proj` and `k_proj`, which storage="kinds" stores, with the rotated ones."""
+    """liger overwrites the outputs of `q_proj` and `k_proj`, which plans by kind store, with the rotated ones."""
     model, batch = build(), batch_of(TOKENS)
     expected = loss_and_gradients(model, batch)
     with ByKind(model) as run:

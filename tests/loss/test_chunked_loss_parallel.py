@@ -81,7 +81,7 @@ def own_loss(**sizes: Any) -> nn.Module:
     ("size", "family", "settings"),
     [
         (2, "llama_gqa", TENSOR),
-        (2, "llama_tied", TENSOR | {"loss_parallel": False}),
+        (2, "llama_tied", TENSOR),
         (2, "llama_gqa", SEQUENCE),
         (2, "llama_tied", SEQUENCE),
         (2, lora_on_head, SEQUENCE),

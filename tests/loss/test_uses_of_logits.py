@@ -9,7 +9,7 @@ from support.markers.slow import slow_if
 from support.surroundings.programs import Session
 from support.surroundings.training import outcome
 
-HOST = {"slice_tokens": 6, "host_backed": "all"}
+HOST = {"slice_tokens": 6, "stream_from_host": "hidden"}
 WARM = "backward(model(input_ids=tokens(2, 18, 5)).logits.square().mean())\nstep()"
 LOGITS = "z = model(input_ids=tokens(2, 18, 1)).logits\n"
 LOSS = "\nbackward(F.cross_entropy(z.flatten(0, 1), tokens(2, 18, 1).flatten()))"

@@ -95,7 +95,7 @@ def test_zigzag_is_pytorchs_head_tail_order():
 def test_contiguous_ranges_follow_the_ranks():
     setting = {"tokens": 32, "ring": 2, "ulysses": 2, "contiguous": True}
     assert torch.cat([layout.layer_order() for layout in everyone(setting)]).equal(torch.arange(32))
-    by_slice = everyone(setting | {"bounds": (2, 8), "outside": True})
+    by_slice = everyone(setting | {"bounds": (2, 8), "global_slices": True})
     assert [layout.layer_order().tolist() for layout in by_slice] == [
         [*range(2 * rank, 2 * rank + 2), *range(8 + 6 * rank, 8 + 6 * rank + 6)] for rank in range(4)
     ]
@@ -127,7 +127,7 @@ def test_all_ranks_of_a_ring_have_the_same_work_in_packed_documents(documents, m
 
 
 def test_documents_of_a_slice_are_divided_one_by_one():
-    setting = {"tokens": 32, "ring": 2, "bounds": (8, 16), "outside": True, "documents": ((0, 8, 24),)}
+    setting = {"tokens": 32, "ring": 2, "bounds": (8, 16), "global_slices": True, "documents": ((0, 8, 24),)}
     orders = [TokenLayout(**setting, ring_rank=rank).layer_order().tolist() for rank in (0, 1)]
     first = [0, 1, 6, 7, 8, 9, 14, 15, 16, 17, 22, 23, 24, 25, 30, 31]
     assert orders == [first, [n for n in range(32) if n not in first]]
@@ -164,7 +164,7 @@ def test_slices_outside_are_ranges_that_all_processes_share(setting, data):
     inner = data.draw(st.sets(st.integers(1, setting["tokens"] // parts // needed), max_size=4))
     bounds = tuple(sorted({n * needed for n in inner} | {setting["tokens"] // parts}))
     setting["documents"] = None  # others may be cut at documents that end in the slice before
-    layouts = everyone(setting | {"bounds": bounds, "outside": True})
+    layouts = everyone(setting | {"bounds": bounds, "global_slices": True})
     for a, b in pairwise((0, *bounds)):
         a, b = a * setting["shards"], b * setting["shards"]
         held = torch.cat([layout.layer_order()[a:b] for layout in layouts])

@@ -97,12 +97,16 @@ def test_a_process_that_runs_a_forward_more() -> None:
         assert all(error <= BOUND for error in errors.values()), errors
 
 
-@slow_if(lambda configuration, host_backed: (configuration, host_backed) != ("tp2+sp", "all"))
-@pytest.mark.parametrize("host_backed", ["none", "all"])
-@pytest.mark.parametrize("configuration", ["tp2", "tp2 whole logits", "tp2+sp"])
-def test_functions_of_hidden_states_and_logits(configuration: str, host_backed: str) -> None:
+@slow_if(lambda configuration, stream_from_host: (configuration, stream_from_host) != ("tp2+sp", "hidden"))
+@pytest.mark.parametrize("stream_from_host", ["none", "hidden"])
+@pytest.mark.parametrize("configuration", ["tp2", "tp2+sp"])
+def test_functions_of_hidden_states_and_logits(configuration: str, stream_from_host: str) -> None:
     run = Run(family=of_outputs, tokens=48, steps=2, layers=2)
-    settings = CONFIGURATIONS[configuration][1] | {"alpha": 0.5, "slice_tokens": 8, "host_backed": host_backed}
+    settings = CONFIGURATIONS[configuration][1] | {
+        "alpha": 0.5,
+        "slice_tokens": 8,
+        "stream_from_host": stream_from_host,
+    }
     for outcome in run_in_processes(2, train, run, settings):
         errors = outcome.worst_error(train_alone(run))
         assert all(error <= BOUND for error in errors.values()), errors
@@ -134,7 +138,7 @@ def of_logits(**sizes: Any) -> nn.Module:
 
 @slow_if(lambda configuration, chunk: (configuration, chunk) != ("tp2+sp", "auto"))
 @pytest.mark.parametrize("chunk", ["auto", 5])
-@pytest.mark.parametrize("configuration", ["tp2", "tp2 whole logits", "tp2+sp"])
+@pytest.mark.parametrize("configuration", ["tp2", "tp2+sp"])
 def test_terms_from_logits(configuration: str, chunk: int | str) -> None:
     run = Run(family=of_logits, tokens=48, ignore=0.3, steps=2, layers=2)
     settings = CONFIGURATIONS[configuration][1] | {"alpha": 0.5, "loss_chunk_tokens": chunk}

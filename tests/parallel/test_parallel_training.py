@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch import Callback
 from support.devices import skip_ring_on_cuda
 from support.markers.slow import slow_if
+from support.modes import BY_KIND
 from support.parallel_training import Run, train_alone, train_together
 from support.samples.configurations import BOUND, CONFIGURATIONS
 from support.stacks import layer_stacks
@@ -33,7 +34,7 @@ QUICK = {
 }  # fmt: skip
 # Configurations of which each part is in another one as well.
 OTHERS = (
-    "tp2 whole logits", "cp3 ring", "cp4 ulysses", "dp2 zero1", "dp2 zero2", "dp2 x cp2", "dp2 x cp2 zero3 ulysses",
+    "cp3 ring", "cp4 ulysses", "dp2 zero1", "dp2 zero2", "dp2 x cp2", "dp2 x cp2 zero3 ulysses",
     "cp2 x tp2", "dp2 x tp2+sp zero3", "cp2 x tp2+sp", "cp4 ring", "cp4 ulysses2 x ring2", "tp2", "dp2 zero0",
     "dp2 zero3", "one process zero0",
 )  # fmt: skip
@@ -124,33 +125,33 @@ def test_padded_rows(configuration: str) -> None:
     check(configuration, Run(family="llama_gqa", tokens=301, padded=True, steps=2), alpha=0.5)
 
 
-@slow_if(lambda configuration, host_backed: (configuration, host_backed) != ("cp2 ring", "attention"))
-@pytest.mark.parametrize("host_backed", ["none", "attention", "all"])
+@slow_if(lambda configuration, stream_from_host: (configuration, stream_from_host) != ("cp2 ring", "attention"))
+@pytest.mark.parametrize("stream_from_host", ["none", "attention", "hidden"])
 @pytest.mark.parametrize("configuration", ["cp2 ring", "cp4 ring", "cp4 ulysses2 x ring2", "cp2 x tp2+sp"])
-def test_packed_documents_in_slices(configuration: str, host_backed: str) -> None:
+def test_packed_documents_in_slices(configuration: str, stream_from_host: str) -> None:
     run = Run(family="llama_gqa", packed=True, tokens=96, steps=2)
-    check(configuration, run, alpha=0.5, slice_tokens=12, host_backed=host_backed)
+    check(configuration, run, alpha=0.5, slice_tokens=12, stream_from_host=stream_from_host)
 
 
 @slow_if(lambda configuration, family: (configuration, family) not in QUICK)
 @pytest.mark.parametrize(
-    ("configuration", "family", "host_backed", "slice_tokens"),
+    ("configuration", "family", "stream_from_host", "slice_tokens"),
     [
-        ("tp2+sp", "llama_gqa", "all", 3),
-        ("cp2 ring", "llama", "all", 4),
+        ("tp2+sp", "llama_gqa", "hidden", 3),
+        ("cp2 ring", "llama", "hidden", 4),
         ("cp2 ring", "mistral_window", "attention", 2),
-        ("cp2 ulysses", "llama_gqa", "all", 3),
+        ("cp2 ulysses", "llama_gqa", "hidden", 3),
         ("cp2 ulysses", "mistral_window", "attention", 5),
         ("cp4 ulysses2 x ring2", "llama", "attention", 3),
-        ("cp2 x tp2+sp", "llama_gqa", "all", 3),
-        ("dp2 x cp2 zero3 ulysses", "llama", "all", 2),
-        ("cp2 ulysses", "llama_frozen_below", "all", 4),
+        ("cp2 x tp2+sp", "llama_gqa", "hidden", 3),
+        ("dp2 x cp2 zero3 ulysses", "llama", "hidden", 2),
+        ("cp2 ulysses", "llama_frozen_below", "hidden", 4),
         ("cp2 ring", "llama_frozen_below", "attention", 4),
-        ("cp2 ring", "llama_with_reference", "all", 4),
+        ("cp2 ring", "llama_with_reference", "hidden", 4),
     ],
 )
-def test_keys_and_values_on_the_host(configuration: str, family: str, host_backed: str, slice_tokens: int) -> None:
-    settings = {"host_backed": host_backed, "slice_tokens": slice_tokens, "test_mode": TestMode(5, 0.0005)}
+def test_keys_and_values_on_the_host(configuration: str, family: str, stream_from_host: str, slice_tokens: int) -> None:
+    settings = {"stream_from_host": stream_from_host, "slice_tokens": slice_tokens, "test_mode": TestMode(5, 0.0005)}
     check(configuration, Run(family=family, tokens=29), alpha=0.5, **settings)
 
 
@@ -170,11 +171,11 @@ def _storage_of(trainer: Any) -> dict[str, Any]:
 def test_a_place_for_each_kind_of_tensor(configuration: str, device_memory: str) -> None:
     size, settings = CONFIGURATIONS[configuration]
     skip_ring_on_cuda(settings)
-    by_kind = {"storage": "kinds", "device_memory": device_memory, "host_memory": "200KiB"}
+    by_kind = {"test_mode": BY_KIND, "device_memory": device_memory, "host_memory": "200KiB"}
     run = Run(family="llama_gqa", tokens=45)
     together = train_together(size, run, settings | by_kind, _storage_of)
     plans = together.notes["storage"]
-    assert None not in plans and len({plan.executed for plan in plans}) == 1
+    assert None not in plans and len(set(plans)) == 1
     errors = together.worst_error(train_alone(run))
     assert all(errors[part] <= BOUND for part in PARTS), errors
 

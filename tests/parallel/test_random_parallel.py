@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 from support.draws import REPEATABLE, draws
+from support.modes import BY_KIND
 from support.parallel_training import Outcome, Run, train, train_alone
 from support.processes import run_in_processes
 from support.random_training import NAMES
@@ -18,8 +19,9 @@ from support.random_training import NAMES
 BOUND = 1e-5  # as of `test_parallel_training`
 DIVISIONS = ((2, 2, 1), (2, 1, 2), (2, 1, 1), (3, 1, 3), (4, 2, 2), (4, 2, 1), (4, 1, 2), (4, 1, 4), (4, 1, 1))
 WAYS: tuple[dict[str, Any], ...] = (
-    {}, {}, {"slice_tokens": 8, "host_backed": "none"}, {"slice_tokens": 10}, {"slice_tokens": 5, "host_backed": "all"},
-    {"slice_tokens": 9, "host_backed": "attention"}, {"slice_tokens": 9, "schedule": "slice"},
+    {}, {}, {"slice_tokens": 8, "stream_from_host": "none"}, {"slice_tokens": 10},
+    {"slice_tokens": 5, "stream_from_host": "hidden"}, {"slice_tokens": 9, "stream_from_host": "attention"},
+    {"slice_tokens": 9, "stream_from_host": "model"},
 )  # fmt: skip
 FAMILIES = (
     "llama", "llama_gqa", "llama_tied", "llama_lora", "llama_frozen_below", "llama_mixing", "llama_caching",
@@ -55,14 +57,15 @@ def divided_runs(draw: st.DrawFn) -> tuple[int, Run, dict[str, Any]]:
         "ulysses_size": draw(one_of(1, context, "auto")),
         "zero_stage": draw(st.integers(0, 3)),
         "sequence_parallel": draw(one_of(True, True, False)),
-        "loss_parallel": draw(one_of(True, False)),
         "offload_state": draw(one_of(False, False, False, True)),
         "alpha": draw(one_of("auto", 0.0, 0.3, 0.5, 1.0)),
         "loss_chunk_tokens": draw(one_of("auto", None, 5, 16)),
         "device_memory": draw(one_of(None, "1MiB", "0.7MiB")),
     }
     drawn |= draw(st.sampled_from(WAYS))
-    drawn |= draw(one_of({}, {"storage": "kinds", "alpha": "auto", "slice_tokens": "auto", "host_backed": "auto"}))
+    drawn |= draw(
+        one_of({}, {"test_mode": BY_KIND, "alpha": "auto", "slice_tokens": "auto", "stream_from_host": "auto"})
+    )
     return size, draw(runs(size // tensor // context)), drawn
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from support.devices import DEVICE
 from support.markers.slow import slow_if
+from support.modes import BY_ALPHA
 from support.parallel_training import Outcome, Run, train
 from support.processes import Group, ProcessError, run_in_processes
 from typing_extensions import override
@@ -52,7 +53,7 @@ def _train_with_fast_copies(settings: list[dict[str, Any]]) -> tuple[str, Any]:
 
 def test_the_smallest_alpha_wins() -> None:
     room = {
-        "storage": "alpha",
+        "test_mode": BY_ALPHA,
         "device_memory": "1400KiB",
     }  # for any alpha, and less than the 1421 KiB of plain training
     generous, scarce = room | {"host_memory": "10MiB"}, room | {"host_memory": "220KiB"}

@@ -14,7 +14,7 @@ from support.samples.collectives import RUN as COUNTED
 from lightning_memo import MemoStrategy
 from lightning_memo.engine import TestMode
 
-SETTINGS: dict[str, Any] = {"schedule": "slice", "alpha": 0.5, "test_mode": TestMode(5, 0.0005)}
+SETTINGS: dict[str, Any] = {"stream_from_host": "model", "alpha": 0.5, "test_mode": TestMode(5, 0.0005)}
 BOUND = 2e-6  # of a weight's gradient, relative; rounding only
 
 
@@ -61,12 +61,12 @@ def test_collectives_of_an_optimizer_step(stage: int) -> None:
     [({"zero_stage": 3}, "zero_stage=3"), ({"context_parallel_size": 2}, "context_parallel_size=2")],
 )
 def test_what_would_send_in_every_slice_is_refused(settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=f'schedule="slice" contradicts {named}'):
-        MemoStrategy(schedule="slice", slice_tokens=8, **settings)
+    with pytest.raises(ValueError, match=f'stream_from_host="model" contradicts {named}'):
+        MemoStrategy(stream_from_host="model", slice_tokens=8, **settings)
 
 
 def test_hidden_states_on_the_host_in_mixed_precision() -> None:
     """FSDP2 casts what layers get: hidden states and rotary tables that are not there yet."""
     run = Run(family="llama_gqa", tokens=29, batch=2, steps=3, precision="bf16-mixed", layers=2)
-    settings = {"slice_tokens": 8, "host_backed": "all", "zero_stage": 3, "alpha": 0.5}
+    settings = {"slice_tokens": 8, "stream_from_host": "hidden", "zero_stage": 3, "alpha": 0.5}
     assert train_together(2, run, settings).worst_error(train_alone(run))["gradients"] <= 0.05

@@ -154,9 +154,9 @@ def tensor_mesh(tensor: int, data: int = 1) -> DeviceMesh:
     return init_device_mesh("cpu", (data, tensor), mesh_dim_names=("data_parallel", "tensor_parallel"))
 
 
-def assert_plain_between_modules(model: nn.Module, split_logits: bool) -> None:
-    """Whatever a module gives back is a plain tensor, but for the logits with `loss_parallel`."""
-    head = list(model.get_output_embeddings().modules()) if split_logits else []
+def assert_plain_between_modules(model: nn.Module) -> None:
+    """Whatever a module gives back is a plain tensor, but for the logits."""
+    head = list(model.get_output_embeddings().modules())
 
     def check(module: nn.Module, args: Any, output: Any) -> None:
         if module not in head and not hasattr(output, "logits"):
@@ -167,12 +167,12 @@ def assert_plain_between_modules(model: nn.Module, split_logits: bool) -> None:
         module.register_forward_hook(check)
 
 
-def compare(build: Callable[[], nn.Module], batch: dict[str, Tensor], sp: bool, lp: bool, plan: Any = None) -> float:
+def compare(build: Callable[[], nn.Module], batch: dict[str, Tensor], sp: bool, plan: Any = None) -> float:
     """The largest relative error of the loss and all gradients; the parameters are compared bit by bit."""
     loss, gradients = step(build(), batch)
     model = build()
     before = {n: (p.detach().clone(), p.requires_grad) for n, p in model.named_parameters()}
-    shard_tensors(model, tensor_mesh(torch.distributed.get_world_size())["tensor_parallel"], sp, lp, plan)
+    shard_tensors(model, tensor_mesh(torch.distributed.get_world_size())["tensor_parallel"], sp, plan)
     after = dict(model.named_parameters())
     assert list(after) == list(before)
     for n, (value, requires_grad) in before.items():
@@ -181,17 +181,14 @@ def compare(build: Callable[[], nn.Module], batch: dict[str, Tensor], sp: bool, 
         assert after[n].requires_grad == requires_grad, n
         assert after[n].to_local().untyped_storage().nbytes() == after[n].to_local().nbytes, n
     if hasattr(model, "get_output_embeddings"):
-        assert_plain_between_modules(model, lp)
+        assert_plain_between_modules(model)
     got, got_gradients = step(model, batch)
     return max(float((got - loss).abs() / loss), *errors(got_gradients, gradients).values())
 
 
-SETTINGS = [(sp, lp) for sp in (False, True) for lp in (False, True)]
-
-
-def compare_family(family: str) -> dict[tuple[bool, bool], float]:
+def compare_family(family: str) -> dict[bool, float]:
     batch = make_batch(FAMILIES[family][1]["vocab_size"])
-    return {(sp, lp): compare(partial(build, family), batch, sp, lp, PLANS.get(family)) for sp, lp in SETTINGS}
+    return {sp: compare(partial(build, family), batch, sp, PLANS.get(family)) for sp in (False, True)}
 
 
 @slow_if(lambda family: family in ALIKE)
@@ -284,10 +281,10 @@ def _plain(layer: Callable[[], nn.Module]) -> nn.Module:
 
 def compare_plain() -> list[float]:
     batch, layered = make_batch(), partial(_plain, Layer)
-    found = [compare(layered, batch, sp, False, PLAN) for sp in (False, True)]
+    found = [compare(layered, batch, sp, PLAN) for sp in (False, True)]
     whole_ends = {name: style for name, style in PLAN.items() if name not in ("embed", "head")}
-    found.append(compare(layered, batch, False, False, whole_ends))
-    return [*found, compare(partial(_plain, OpenLayer), batch, False, False, OPEN_PLAN)]
+    found.append(compare(layered, batch, False, whole_ends))
+    return [*found, compare(partial(_plain, OpenLayer), batch, False, OPEN_PLAN)]
 
 
 def test_plain_models() -> None:
@@ -316,10 +313,10 @@ def _with_lora(family: str, **settings: Any) -> nn.Module:
 def compare_lora() -> dict[str, float]:
     batch, found = make_batch(), {}
     for family in LORA:
-        for sp, lp in SETTINGS:
-            found[f"{family} {sp} {lp}"] = compare(partial(_with_lora, family), batch, sp, lp)
+        for sp in (False, True):
+            found[f"{family} {sp}"] = compare(partial(_with_lora, family), batch, sp)
     saved = partial(_with_lora, "llama_gqa", modules_to_save=["lm_head"])
-    return found | {"modules_to_save": compare(saved, batch, True, True)}
+    return found | {"modules_to_save": compare(saved, batch, True)}
 
 
 def test_lora() -> None:
@@ -347,7 +344,7 @@ def train_sharded(family: str, data: int, sp: bool, reshard: bool) -> tuple[floa
     mesh = tensor_mesh(2, data)
     batches = [make_batch(seed=seed) for seed in range(data)]
     plain, model = Holder(build(family)), Holder(build(family))
-    shard_tensors(model, mesh["tensor_parallel"], sp, True)
+    shard_tensors(model, mesh["tensor_parallel"], sp)
     for unit in (*model.model.base_model.layers, model):
         fully_shard(unit, mesh=mesh["data_parallel"], reshard_after_forward=reshard)
     weights, gradients = [], []
@@ -377,7 +374,7 @@ def accumulate(sp: bool) -> float:
     found: list[Gradients] = []
     for model in (build("qwen3"), build("qwen3")):
         if found:
-            shard_tensors(model, tensor_mesh(2)["tensor_parallel"], sp, False)
+            shard_tensors(model, tensor_mesh(2)["tensor_parallel"], sp)
         for batch in batches:
             _, gradients = step(model, batch)
         found.append(gradients)
@@ -415,7 +412,7 @@ def count_per_layer(family: str, sp: bool) -> tuple[dict[str, int], dict[str, in
         name, settings = FAMILIES[family]
         config = getattr(transformers, f"{name}Config")(**settings | {"num_hidden_layers": layers}, use_cache=False)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION)
-        shard_tensors(model, tensor_mesh(2)["tensor_parallel"], sp, False)
+        shard_tensors(model, tensor_mesh(2)["tensor_parallel"], sp)
         with Collectives() as forward:
             loss = model(**make_batch()).loss
         with Collectives() as backward:
@@ -457,7 +454,7 @@ def compare_autocast() -> dict[str, float]:
         for split in (False, True):
             model = build(family)
             if split:
-                shard_tensors(model, tensor_mesh(2)["tensor_parallel"], True, True)
+                shard_tensors(model, tensor_mesh(2)["tensor_parallel"], True)
             with torch.autocast("cpu", torch.bfloat16):
                 gradients.append(step(model, make_batch())[1])
         found[family] = max(errors(gradients[1], gradients[0]).values())
@@ -471,7 +468,7 @@ def test_autocast() -> None:
 
 
 def compare_sdpa() -> float:
-    return compare(partial(build, "llama_gqa", "sdpa"), make_batch(), False, False)
+    return compare(partial(build, "llama_gqa", "sdpa"), make_batch(), False)
 
 
 def test_sdpa() -> None:
@@ -534,13 +531,13 @@ def test_plans_that_cannot_be_followed(
     model: Callable[[], nn.Module], plan: Mapping[str, str] | None, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        assign_styles(TensorPlan(model(), plan), sequence_parallel=True, loss_parallel=False)
+        assign_styles(TensorPlan(model(), plan), sequence_parallel=True)
 
 
 def split_something_else() -> None:
     """A projection that is fed something else than its block's input."""
     model = _plain(Layer)
-    shard_tensors(model, tensor_mesh(2)["tensor_parallel"], False, False, PLAN)
+    shard_tensors(model, tensor_mesh(2)["tensor_parallel"], False, PLAN)
     attention = model.blocks[0].attention
     with pytest.raises(ValueError, match=r"cannot split .* its input is not the input of the module that contains"):
         attention.q(torch.zeros(1, 4, 32))
@@ -554,7 +551,7 @@ def tie_differently() -> None:
     model = _plain(Layer)
     model.positions.weight = model.embed.weight
     with pytest.raises(ValueError, match=r"positions.weight and embed.weight are one parameter, but the plan splits"):
-        shard_tensors(model, tensor_mesh(2)["tensor_parallel"], False, False, PLAN)
+        shard_tensors(model, tensor_mesh(2)["tensor_parallel"], False, PLAN)
 
 
 def test_ties() -> None:

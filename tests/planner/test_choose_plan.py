@@ -9,15 +9,13 @@ from support.alpha_plans import alpha_swap, memory_by
 from support.samples.storage_problems import LABEL, LAYERS, MIB, planned
 
 from lightning_memo.artifacts.costs import Budget
-from lightning_memo.artifacts.plan import Plan, StorageBudget
-from lightning_memo.planner import HostMemoryError, plan_swap
-from lightning_memo.planner.choose_plan import choose_plan, plain_plan
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.planner import HostMemoryError, Restrictions, make_plan
+from lightning_memo.planner.make_plan import choose_plan, plain_plan
 
 AMPLE = Budget(device_bytes=1000 * MIB, host_bytes=1000 * MIB)
-KINDS = planned(StorageBudget(device_bytes=300 * MIB, host_bytes=1000 * MIB))
-ALPHA = plan_swap(
-    LAYERS, AMPLE, LABEL, alpha=0.0, schedule="layer", slice_tokens=None, memory_of=memory_by(lambda alpha: MIB, 4)
-)
+KINDS = planned(Budget(device_bytes=300 * MIB, host_bytes=1000 * MIB))
+ALPHA = make_plan(LAYERS, AMPLE, LABEL, Restrictions(alpha=0.0), memory_by(lambda alpha: MIB, 4))
 
 
 def chosen(seconds_of_kinds: float, of_alpha: Plan, device_measured: bool = False) -> Plan:
@@ -56,6 +54,6 @@ def test_without_one_of_them() -> None:
     assert choose_plan(None, lambda: ALPHA, device_measured=True) == ALPHA
     with pytest.raises(HostMemoryError):
         choose_plan(None, refuse, device_measured=True)
-    plain = plain_plan(LAYERS, AMPLE, LABEL, "layer")
+    plain = plain_plan(LAYERS, AMPLE, LABEL)
     assert plain is not None
     assert choose_plan(plain, refuse, device_measured=True) == plain

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.samples.plans import FINGERPRINT, GIB, costs_of
 
-from lightning_memo.artifacts.costs import Budget
-from lightning_memo.artifacts.plan import PlanMemory
-from lightning_memo.planner import plan_swap, solve_alpha
+from lightning_memo.artifacts.costs import Budget, StorageCosts
+from lightning_memo.planner import Restrictions, make_plan
 from lightning_memo.planner.host_backed_sizes import SliceBytes, host_backed_sizes
-from lightning_memo.planner.plan_swap import TOLERANCE
-from lightning_memo.planner.step_time import layer_seconds, streamed_step_seconds
+from lightning_memo.planner.step_time import layer_seconds, slice_work, streamed_step_time
 from lightning_memo.planner.token_slices import SavedBytes, slices_of
 
 AMPLE = Budget(device_bytes=2**50, host_bytes=2**50)
@@ -29,7 +25,11 @@ def costs(**changes):
     """A layer of 4 s forward and 8 s backward, all of it local to tokens, and copies of 1 byte per second."""
     times = {"forward_seconds": (4.0,) * 4, "backward_seconds": (8.0,) * 4, "recompute_seconds": (4.0,) * 4}
     rates = {"offload_bytes_per_second": 1.0, "prefetch_bytes_per_second": 1.0}
-    return costs_of(4, **{**times, **rates, **changes})
+    return StorageCosts.of_layers(costs_of(4, **{**times, **rates, **changes}))
+
+
+def seconds(costs, slices, by_slice=False):
+    return layer_seconds(slice_work(costs, costs.classes[0], slices), by_slice)
 
 
 @pytest.mark.parametrize(
@@ -44,15 +44,15 @@ def costs(**changes):
     ],
 )
 def test_a_slice_waits_until_a_buffer_is_free(given, expected):
-    assert layer_seconds(costs(), 0, given, "layer") == pytest.approx(expected)
+    assert seconds(costs(), given) == pytest.approx(expected)
 
 
 def test_slices_of_the_whole_model_wait_for_slices_of_their_own_length():
     """The first slice's copies cannot hide under the last one's attention in another layer."""
     quadratic = costs(recompute_seconds=(0.0,) * 4)  # 1, 3, 5 and 7 sixteenths of 4 s
-    assert layer_seconds(quadratic, 0, sizes(1, 1, 1, 1), "slice")[0] == pytest.approx(1.0 + 1.0 + 1.25 + 1.75)
+    assert seconds(quadratic, sizes(1, 1, 1, 1), True)[0] == pytest.approx(1.0 + 1.0 + 1.25 + 1.75)
     # The second slice waits 0.75 s for the copy of the last one of the layer before, and the third 0.25 s.
-    assert layer_seconds(quadratic, 0, sizes(1, 1, 1, 1), "layer")[0] == pytest.approx(5.0)
+    assert seconds(quadratic, sizes(1, 1, 1, 1))[0] == pytest.approx(5.0)
 
 
 @settings(max_examples=100)
@@ -61,26 +61,29 @@ def test_slices_of_the_whole_model_wait_for_slices_of_their_own_length():
     st.floats(0.01, 4.0),
     st.floats(0.0, 1.0),
     st.floats(2.0**20, 2.0**36),
-    st.sampled_from(["layer", "slice"]),
+    st.sampled_from(["attention", "hidden", "model"]),
 )
-def test_the_best_alpha_is_not_slower_than_none_and_the_largest(slices, forward, local, rate, schedule):
+def test_the_best_alpha_is_not_slower_than_none_half_and_all(slices, forward, local, rate, stream_from_host):
     times = {"forward_seconds": (forward,) * 6, "recompute_seconds": (local * forward,) * 6}
     layers = costs_of(6, **times, offload_bytes_per_second=rate, prefetch_bytes_per_second=rate)
 
     def streamed(plan):
         parts = slices_of(plan, 0, 1000)
-        return host_backed_sizes([(SAVED, 1000)] * 6, parts, "attention", gradient_bytes=0, schedule=schedule)
+        return host_backed_sizes([(SAVED, 1000)] * 6, parts, stream_from_host, gradient_bytes=0)
 
     def at(alpha):
-        return plan_swap(
-            layers, AMPLE, FINGERPRINT, alpha=alpha, schedule=schedule, slice_tokens=-(-1000 // slices),
-            memory_of=lambda plan: PlanMemory(), may_be_plain=False, host_backed="attention", streamed_bytes=streamed,
-        )  # fmt: skip
+        restrictions = Restrictions(
+            alpha=alpha,
+            slice_tokens=-(-1000 // slices),
+            may_be_plain=False,
+            stream_from_host=stream_from_host,
+        )
+        return make_plan(layers, AMPLE, FINGERPRINT, restrictions, streamed)
 
     best = at("auto")
-    assert best.step_seconds == streamed_step_seconds(layers, streamed(best.swap.storage).slices, schedule)
-    assert best.step_seconds <= at(0.0).step_seconds
-    largest = math.floor(solve_alpha(layers, AMPLE).alpha * layers.tokens + TOLERANCE) / layers.tokens
-    assert best.step_seconds <= at(largest).step_seconds
+    slices_of_best = streamed(best.swap.storage).slices
+    time = streamed_step_time(StorageCosts.of_layers(layers), slices_of_best, stream_from_host == "model")
+    assert best.step_seconds == time.seconds
+    assert all(best.step_seconds <= at(alpha).step_seconds * (1 + 1e-9) for alpha in (0.0, 0.504, 1.0))
     computing = sum(layers.forward_seconds) + sum(layers.backward_seconds)
     assert best.step_seconds >= layers.outside_seconds + computing - 1e-9

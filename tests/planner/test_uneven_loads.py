@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_memo.artifacts.costs import CallCosts
-from lightning_memo.planner.plan_storage_kinds import largest_loads, largest_saved
 from lightning_memo.planner.token_slices import SavedBytes
+from lightning_memo.runtime.solve_plan import largest_loads, largest_saved
 
 CALL = CallCosts(
     input_bytes=8, attention_bytes=9, other_bytes=100, products=(), forward_seconds=1.0, backward_seconds=2.0,

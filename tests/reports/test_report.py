@@ -72,7 +72,7 @@ def test_a_layer_of_its_own_size_has_a_row_of_its_own(plan):
 def test_the_whole_plan_is_summed_up(plan):
     text = render(plan_table(plan))
     assert "[red]Llama, batch 2 x 65,536 tokens" in text
-    assert "memo, alpha=0.25, layer schedule, slices of at most 8,192 tokens" in text
+    assert "memo, alpha=0.25, slices of at most 8,192 tokens" in text
     assert "needs 20.0 MiB, budget 120.0 GiB" in text
     assert "(30.0 GiB of it model state), budget 80.0 GiB" in text
     assert "2.12 s expected" in text

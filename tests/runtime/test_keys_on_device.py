@@ -18,18 +18,18 @@ SLICED: dict[str, Any] = {"slice_tokens": 4, "plan_memory": False}
 
 
 def backing(result: Any) -> tuple[int, str]:
-    return result.plan.swap.storage.slice_tokens, result.plan.swap.host_backed
+    return result.plan.swap.storage.slice_tokens, result.plan.swap.stream_from_host
 
 
-@slow_if(lambda settings: "alpha" in settings or "host_backed" in settings)
+@slow_if(lambda settings: "alpha" in settings or "stream_from_host" in settings)
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
         ({}, "none"),
         ({"alpha": 0.5}, "none"),
         ({"device_memory": "1MiB"}, "attention"),
-        ({"host_backed": "attention"}, "attention"),
-        ({"host_backed": "all"}, "all"),
+        ({"stream_from_host": "attention"}, "attention"),
+        ({"stream_from_host": "hidden"}, "hidden"),
     ],
     ids=str,
 )
@@ -49,9 +49,9 @@ def test_keys_go_to_the_host_if_a_step_does_not_fit(where: str) -> None:
         result = fit(MemoStrategy(alpha=0.0, **SLICED), Scarce(fails), max_steps=8)
     told = [str(w.message) for w in caught if "out of device memory" in str(w.message)]
     assert [text.partition(" with slice_tokens=4, ")[2].partition(":")[0] for text in told] == [
-        'host_backed="attention"', 'host_backed="all"'
+        'stream_from_host="attention"', 'stream_from_host="hidden"'
     ]  # fmt: skip
-    assert backing(result) == (4, "all")
+    assert backing(result) == (4, "hidden")
     assert result.losses == pytest.approx(plain(max_steps=8).losses, abs=3e-6)
     assert set(result.held) == {0}
 

@@ -103,7 +103,7 @@ def assert_all_hit(stats):
 
 @pytest.mark.slow
 def test_slices_on_the_host_are_planned_too():
-    settings = {"host_backed": "all", "slice_tokens": 16}
+    settings = {"stream_from_host": "hidden", "slice_tokens": 16}
     unplanned, _ = run(False, strategy=settings, steps=9)
     planned, stats = run(strategy=settings, steps=9)
     assert_same(planned, unplanned)

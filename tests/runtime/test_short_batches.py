@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import VOCABULARY, PlainBlock
+from support.modes import BY_KIND
 from support.trainer_harness import LanguageModel, batches, fit, plain
 from torch import Tensor, nn
 
@@ -45,8 +46,8 @@ ORDERS: dict[str, list[tuple[int, int]]] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "auto": {},
     "half": {"alpha": 0.5},
-    "kinds": {"storage": "kinds"},
-    "host": {"alpha": 0.5, "slice_tokens": 3, "host_backed": "all"},
+    "kinds": {"test_mode": BY_KIND},
+    "host": {"alpha": 0.5, "slice_tokens": 3, "stream_from_host": "hidden"},
 }
 
 

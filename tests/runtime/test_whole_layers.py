@@ -101,12 +101,17 @@ def late() -> nn.Module:
     return PlainModel([PlainBlock(), PlainBlock(), Mixing(PlainBlock())])
 
 
-@pytest.mark.parametrize("host_backed", ["attention", "all"])
+@pytest.mark.parametrize("stream_from_host", ["attention", "hidden"])
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
-def test_a_later_layer_that_cannot_run_slice_after_slice(alpha: float, host_backed: str) -> None:
-    line = rf'^host_backed="{host_backed}" runs layers slice after slice, but Mixing .*: set host_backed="none"$'
+def test_a_later_layer_that_cannot_run_slice_after_slice(alpha: float, stream_from_host: str) -> None:
+    told, advice = f'stream_from_host="{stream_from_host}" runs layers slice after slice', 'set stream_from_host="none"'
+    line = rf"^{told}, but Mixing .*: {advice}$"
     with pytest.raises(ValueError, match=line):
-        fit(MemoStrategy(alpha=alpha, slice_tokens=16, host_backed=host_backed), LanguageModel(late), batches(data()))
+        fit(
+            MemoStrategy(alpha=alpha, slice_tokens=16, stream_from_host=stream_from_host),
+            LanguageModel(late),
+            batches(data()),
+        )
 
 
 NO_MEMORY_SAVED = "layers run as one slice.*, because Mixing may not .*; slice_tokens=16 saves no memory.$"
@@ -122,7 +127,7 @@ def test_a_later_layer_that_cannot_be_cut_leaves_slices_to_no_layer(alpha: float
     with pytest.warns(UserWarning, match=NO_MEMORY_SAVED):
         result = fit(MemoStrategy(alpha=alpha, slice_tokens=16, plan_memory=False), module, batches(given))
     swap, longer = result.plan.swap, len(set(lengths)) > 1
-    assert (swap.host_backed, swap.plain) == ("none", longer and alpha == "auto")
+    assert (swap.stream_from_host, swap.plain) == ("none", longer and alpha == "auto")
     fit("auto", expected, batches(given))
     for mine, plainly in zip(module.gradients, expected.gradients, strict=True):
         assert max(gradient_errors(mine, plainly).values()) < BOUND
@@ -141,14 +146,14 @@ def test_a_plan_of_whole_layers_is_resumed_with_slices(tmp_path: Any) -> None:
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 def test_a_plan_with_keys_on_the_host_of_layers_that_can_be_cut(tmp_path: Any, alpha: float) -> None:
     path, settings = tmp_path / "plan.json", {"alpha": alpha, "slice_tokens": 16}
-    streams = MemoStrategy(**settings, host_backed="attention")
+    streams = MemoStrategy(**settings, stream_from_host="attention")
     alike = fit(streams, LanguageModel(partial(same_weights, PlainBlock)), batches(data()))
-    assert alike.plan.swap.host_backed == "attention"
+    assert alike.plan.swap.stream_from_host == "attention"
     alike.plan.save(path)
     module = LanguageModel(partial(same_weights, Averaging))
     with pytest.warns(UserWarning, match="the plan is dropped, and the next batch is profiled: it cuts layers into"):
         result = fit(MemoStrategy(**settings, plan=path), module, batches(data()))
-    assert result.plan.swap.host_backed == "none"
+    assert result.plan.swap.stream_from_host == "none"
 
 
 def test_processes_that_train_the_same_weights() -> None:
@@ -166,6 +171,6 @@ def test_the_remedy_names_the_setting_that_the_user_gave() -> None:
             mamba_dt_rank=4,
         )
     )  # fmt: skip
-    line = r'^schedule="slice" runs layers slice after slice, but Jamba.*Layer .*: use schedule="layer"$'
+    line = r'^stream_from_host="model" runs layers slice after slice, but Jamba.*Layer .*: set stream_from_host="none"$'
     with pytest.raises(ValueError, match=line):
-        fit(MemoStrategy(schedule="slice", slice_tokens=16), LanguageModel(lambda: model), batches(data()))
+        fit(MemoStrategy(stream_from_host="model", slice_tokens=16), LanguageModel(lambda: model), batches(data()))

@@ -57,7 +57,7 @@ class PeakOfLaterSteps(Callback):
             self.peak_bytes = self._meter.peak_bytes
 
 
-@slow_if(lambda case_id: case_id in ("half_long", "swapped", "host_backed"))
+@slow_if(lambda case_id: case_id in ("half_long", "swapped", "stream_from_host"))
 @pytest.mark.parametrize(
     "settings",
     [
@@ -65,10 +65,10 @@ class PeakOfLaterSteps(Callback):
         {"alpha": 0.5, "tokens": 2048},
         {"alpha": 1.0},
         {"device_memory": "8GiB"},  # plain training fits
-        {"alpha": 0.0, "host_backed": "all"} | SLICES,
-        {"alpha": 0.5, "schedule": "slice"} | SLICES,
+        {"alpha": 0.0, "stream_from_host": "hidden"} | SLICES,
+        {"alpha": 0.5, "stream_from_host": "model"} | SLICES,
     ],
-    ids=["half", "half_long", "swapped", "plain", "host_backed", "slice_schedule"],
+    ids=["half", "half_long", "swapped", "plain", "stream_from_host", "slice_schedule"],
 )
 def test_the_working_set_is_what_was_planned(monkeypatch, settings):
     shorten_measurements(monkeypatch)

@@ -46,10 +46,9 @@ SETTINGS = {
     "alpha switch": ({"alpha": True}, ("alpha=True", "0.0 to 1.0")),
     "alpha none": ({"alpha": None}, ("alpha=None", "0.0 to 1.0")),
     "gone": ({"check_restored": True}, ("check_restored=True is no setting any more", "leave it out")),
-    "schedule": ({"schedule": "zigzag"}, ("schedule='zigzag'", '"layer"', '"nest"')),
+    "stream": ({"stream_from_host": "all"}, ("stream_from_host='all'", '"hidden"', '"model"')),
     "attention": ({"attention": "magic"}, ("attention='magic'", '"sdpa"', '"flash_attn"')),
     "also gone": ({"context_parallel_method": "usp"}, ("context_parallel_method='usp'", "set ulysses_size")),
-    "data_parallel_size": ({"data_parallel_size": 0}, ("data_parallel_size=0", "at least 1", '"auto"')),
     "context_parallel_size": ({"context_parallel_size": -2}, ("context_parallel_size=-2", "at least 1")),
     "tensor_parallel_size": ({"tensor_parallel_size": 1.5}, ("tensor_parallel_size=1.5", "at least 1")),
     "parallel text": ({"tensor_parallel_size": "auto"}, ("tensor_parallel_size='auto'", "at least 1")),
@@ -95,15 +94,14 @@ def test_kernel_that_is_not_installed(monkeypatch, attention, package):
 
 
 SIZES = {
-    "data": ({"data_parallel_size": 2}, ("data_parallel_size=2", "there are 1 processes", '"auto"')),
     "context": (
         {"context_parallel_size": 2},
         ("context_parallel_size=2", "does not divide the 1 processes", "devices"),
     ),
     "tensor": ({"tensor_parallel_size": 4}, ("tensor_parallel_size=4", "does not divide the 1 processes", "devices")),
     "all": (
-        {"data_parallel_size": 1, "context_parallel_size": 2, "tensor_parallel_size": 2},
-        ("data_parallel_size=1 x context_parallel_size=2 x tensor_parallel_size=2 = 4", "there are 1 processes"),
+        {"context_parallel_size": 2, "tensor_parallel_size": 2},
+        ("context_parallel_size=2 x tensor_parallel_size=2 = 4", "does not divide the 1 processes"),
     ),
 }
 
@@ -220,13 +218,12 @@ IN_FIT = {
     ),
     "layers by a wrong name": ({"layers": "model.decoder"}, LanguageModel, None, ("model.decoder", "model.blocks")),
     "mixes tokens": (
-        {"storage": "kinds", "device_memory": "1MiB"},
+        {"slice_tokens": 8, "stream_from_host": "attention"},
         lambda: LanguageModel(mixing_model),
         None,
         (
-            'storage="kinds"',
             "Mixing may not compute each token by itself outside attention: aten.mean computes along the tokens",
-            'use storage="alpha"',
+            'set stream_from_host="none"',
         ),
     ),
     "gradient checkpointing": ({}, Checkpointed, None, ("gradient_checkpointing_disable()", "alpha=0")),
@@ -243,7 +240,7 @@ IN_FIT = {
         ("host", "1.0 KiB", "raise host_memory", "shorten the sequence"),
     ),
     "left padding": (
-        {"slice_tokens": 8, "schedule": "slice"},
+        {"slice_tokens": 8, "stream_from_host": "model"},
         lambda: LanguageModel("llama"),
         left_padded,
         ("not on the right", "padding_side"),
@@ -271,7 +268,7 @@ def test_left_padding_in_a_later_batch():
     """A batch that cannot be trained is refused at any step."""
     data = batches([make_batch(2, 16), make_batch(2, 16, padded=True), left_padded()])
     with pytest.raises(ValueError, match="not on the right") as caught:
-        fit(MemoStrategy(slice_tokens=8, schedule="slice"), LanguageModel("llama"), data)
+        fit(MemoStrategy(slice_tokens=8, stream_from_host="model"), LanguageModel("llama"), data)
     assert_one_line(caught.value, "padding_side")
     assert copy_threads() == []
 
@@ -300,14 +297,14 @@ class BackwardOfSome(BackwardTwice):
 
 def test_partial_backward_slice_by_slice():
     with pytest.raises(RuntimeError, match="in one backward") as caught:
-        fit(MemoStrategy(schedule="slice", slice_tokens=8), BackwardOfSome("llama"))
-    assert_one_line(caught.value, 'use schedule="layer"')
+        fit(MemoStrategy(stream_from_host="model", slice_tokens=8), BackwardOfSome("llama"))
+    assert_one_line(caught.value, 'use stream_from_host="hidden"')
 
 
 def test_second_backward_slice_by_slice():
     """The gradients of a sequence that runs slice by slice are computed once, also in the step that is profiled."""
     with pytest.raises(RuntimeError, match="retain_graph") as caught:
-        fit(MemoStrategy(schedule="slice", slice_tokens=8), BackwardTwice("llama"))
+        fit(MemoStrategy(stream_from_host="model", slice_tokens=8), BackwardTwice("llama"))
     assert_one_line(caught.value, "run a forward for each")
     assert copy_threads() == []
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from support.markers.slow import slow_if
+from support.modes import BY_ALPHA, BY_KIND
 from support.trainer_harness import LanguageModel, fit, loader, shorten_measurements
 from typing_extensions import override
 
@@ -66,16 +67,17 @@ def train(steps: int = 3, **settings: Any) -> tuple[Plan, int, list[str]]:
     return strategy.plan, peak.bytes, told
 
 
-@slow_if(lambda storage: storage == "kinds")
-@pytest.mark.parametrize("storage", ["alpha", "kinds"])
-def test_every_budget_is_kept_or_told_of(storage: str) -> None:
+@slow_if(lambda plans: plans == "kinds")
+@pytest.mark.parametrize("plans", ["alpha", "kinds"])
+def test_every_budget_is_kept_or_told_of(plans: str) -> None:
     """Budgets from the need of alpha 0 to that of plain training, and one byte below the least."""
     least = train(alpha=0.0)[0].device_bytes
     most = train(device_memory="1GiB")[0].device_bytes
-    first = least - 1 if storage == "alpha" else least
+    test_mode = BY_ALPHA if plans == "alpha" else BY_KIND
+    first = least - 1 if plans == "alpha" else least
     budgets = [first, least, *range(least, most, (most - least) // 3), most - 1, most]
     for device_bytes in budgets:
-        plan, peak_bytes, told = train(storage=storage, device_memory=device_bytes)
+        plan, peak_bytes, told = train(test_mode=test_mode, device_memory=device_bytes)
         assert plan.budget.device_bytes == device_bytes
         assert plan.device_excess_bytes == max(least - device_bytes, 0)
         assert len(told) == (max(plan.device_bytes, peak_bytes) > device_bytes), (device_bytes, peak_bytes, told)
@@ -107,7 +109,7 @@ def test_the_first_step_keeps_within_the_host_budget() -> None:
     Plans expect to compute the outputs again: they may drop them, too. Inputs are not taken for memory that every step
     needs.
     """
-    budgets: dict[str, Any] = {"device_memory": train(device_memory="1GiB")[0].device_bytes - 1, "storage": "kinds"}
+    budgets: dict[str, Any] = {"device_memory": train(device_memory="1GiB")[0].device_bytes - 1, "test_mode": BY_KIND}
     seen = []
     for host_memory in ("1GiB", 2**15, 1):
         first, module = FirstStep(), LanguageModel("llama")

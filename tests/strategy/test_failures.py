@@ -11,6 +11,7 @@ import torch
 from support.architectures.scarce import Scarce
 from support.families import PlainBlock, PlainModel
 from support.markers.slow import slow_if
+from support.modes import JOINT
 from support.trainer_harness import (
     LanguageModel,
     assert_usable_again,
@@ -61,8 +62,11 @@ def test_out_of_memory_again_and_again():
     told = [str(w.message) for w in caught if "out of device memory" in str(w.message)]
     given = [text.partition(" with ")[2].partition(" (")[0] for text in told[:5]]
     assert given == ["alpha=1", "alpha=0.5", "alpha=0.25", "alpha=0.125", "alpha=0.0625"]
-    assert 'slice_tokens=2, host_backed="none"' in told[5] and 'slice_tokens=1, host_backed="attention"' in told[6]
-    assert (result.plan.swap.storage.slice_tokens, result.plan.swap.host_backed) == (1, "attention")
+    assert (
+        'slice_tokens=2, stream_from_host="none"' in told[5]
+        and 'slice_tokens=1, stream_from_host="attention"' in told[6]
+    )
+    assert (result.plan.swap.storage.slice_tokens, result.plan.swap.stream_from_host) == (1, "attention")
     expected = plain(max_steps=9).losses
     assert result.losses == pytest.approx(expected, abs=3e-6)
     assert set(result.held) == {0}
@@ -77,7 +81,7 @@ def test_a_first_step_that_does_not_fit_runs_in_slices(where, rungs):
         result = fit(MemoStrategy(device_memory="1.5MiB"), Scarce({0: [where] * rungs}), max_steps=4)
     assert sum("with every layer recomputed" in str(w.message) for w in caught) == rungs
     expected = [(2, "none"), (1, "attention")][rungs - 1]
-    assert (result.plan.swap.storage.slice_tokens, result.plan.swap.host_backed) == expected
+    assert (result.plan.swap.storage.slice_tokens, result.plan.swap.stream_from_host) == expected
     assert result.losses == pytest.approx(plain(max_steps=4).losses, abs=3e-6)
     assert set(result.held) == {0}
 
@@ -150,10 +154,17 @@ class Cuttable(PlainBlock):
     ("kind", "settings", "told"),
     [
         (Mixing, {}, "the batch, or lower loss_chunk_tokens"),
-        (Cuttable, {"slice_tokens": 16, "host_backed": "all"}, "the batch, lower slice_tokens, or lower loss_chunk"),
-        (Cuttable, {"slice_tokens": 16, "host_backed": "none"}, r"the batch, lower slice_tokens \(host_backed='all'"),
-        (Cuttable, {"storage": "kinds"}, 'the batch, set storage="alpha" and slice_tokens'),
-        (Cuttable, {"loss_chunk_tokens": None, "schedule": "nest"}, "set slice_tokens, or set loss_chunk_tokens"),
+        (
+            Cuttable,
+            {"slice_tokens": 16, "stream_from_host": "hidden"},
+            "the batch, lower slice_tokens, or lower loss_chunk",
+        ),
+        (
+            Cuttable,
+            {"slice_tokens": 16, "stream_from_host": "none"},
+            r"the batch, lower slice_tokens \(stream_from_host='hidden'",
+        ),
+        (Cuttable, {"loss_chunk_tokens": None, "test_mode": JOINT}, "set slice_tokens, or set loss_chunk_tokens"),
     ],
     ids=str,
 )

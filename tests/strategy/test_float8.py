@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.families import FAMILIES
 from support.markers.extras import extra
+from support.modes import BY_KIND
 from support.parallel_training import MODELS, Outcome, Run, train, train_alone
 from support.processes import ProcessError, run_in_processes
 from support.samples.callbacks import Gradients
@@ -74,7 +75,11 @@ def test_whole_layers_train_bit_by_bit_as_plainly(expected: Any, settings: dict[
 
 @pytest.mark.parametrize(
     "settings",
-    [{"alpha": 0.5}, {"alpha": 0.5, "slice_tokens": 16, "host_backed": "attention"}, {"storage": "kinds"} | BUDGET],
+    [
+        {"alpha": 0.5},
+        {"alpha": 0.5, "slice_tokens": 16, "stream_from_host": "attention"},
+        {"test_mode": BY_KIND} | BUDGET,
+    ],
     ids=["alpha", "slices", "kinds"],
 )
 @pytest.mark.parametrize("recipe", RECIPES[1:])
@@ -90,9 +95,11 @@ def test_layers_with_a_scale_for_each_token_may_be_cut(recipe: str, settings: di
 
 
 REFUSED = {
-    "kinds": ({"storage": "kinds"}, 'use storage="alpha"'),
-    "slices": ({"alpha": 0.0, "slice_tokens": 16, "host_backed": "attention"}, 'set host_backed="none"'),
-    "slices of the model": ({"alpha": 0.0, "slice_tokens": 16, "schedule": "slice"}, 'use schedule="layer"'),
+    "slices": ({"alpha": 0.0, "slice_tokens": 16, "stream_from_host": "attention"}, 'set stream_from_host="none"'),
+    "slices of the model": (
+        {"alpha": 0.0, "slice_tokens": 16, "stream_from_host": "model"},
+        'use stream_from_host="hidden"',
+    ),
 }
 
 
@@ -140,6 +147,6 @@ def test_processes_that_share_tokens_have_no_scale_in_common() -> None:
 def test_processes_that_share_weights() -> None:
     """Weights that are gathered for a layer are scaled as whole ones are."""
     run = Run(family="llama_rowwise", steps=2)
-    settings = {"data_parallel_size": 2, "zero_stage": 3, "alpha": 1.0}
+    settings = {"zero_stage": 3, "alpha": 1.0}
     losses = zip(*(o.losses for o in run_in_processes(2, _train, run, settings)), strict=True)
     assert [sum(both) / 2 for both in losses] == pytest.approx(train_alone(run).losses, rel=1e-4)

@@ -686,7 +686,6 @@ def test_models_without_layers(model: type[Nothing]) -> None:
     assert losses[0] == losses[1] and trainer.strategy.plan is None
     settings: list[dict[str, Any]] = [
         {"alpha": 0.5}, {"slice_tokens": 8}, {"layers": "layers"}, {"host_memory": "1GiB"}, {"loss_chunk_tokens": 8},
-        {"swap_precision": "fp8"},
     ]  # fmt: skip
     for given in settings:
         with pytest.raises(ValueError, match="layers") as caught:

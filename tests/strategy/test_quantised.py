@@ -75,8 +75,8 @@ SETTINGS = {
     "recomputed": {"alpha": 0.0},
     "both": {"alpha": 0.4},
     "swapped": {"alpha": 1.0},
-    "slices": {"alpha": 0.5, "slice_tokens": 16, "host_backed": "attention"},
-    "slices of the model": {"alpha": 0.5, "slice_tokens": 16, "schedule": "slice"},
+    "slices": {"alpha": 0.5, "slice_tokens": 16, "stream_from_host": "attention"},
+    "slices of the model": {"alpha": 0.5, "slice_tokens": 16, "stream_from_host": "model"},
 }
 
 

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 from support.draws import REPEATABLE, draws
 from support.families import FAMILIES
+from support.modes import BY_ALPHA, BY_KIND, JOINT
 from support.random_training import PARTS, STEPS, Configuration, assert_as_plain, train, train_with_memo
 
 
@@ -26,19 +27,18 @@ WAYS = {
     "alpha": {
         "alpha": ALPHAS,
         "slice_tokens": st.one_of(one_of("auto"), SLICES),
-        "host_backed": one_of("none"),
-        "schedule": one_of("auto", "layer", "nest"),
+        "stream_from_host": one_of("none"),
+        "test_mode": one_of(None, JOINT),
     },
-    "kinds": {"storage": one_of("kinds")},
-    "streamed": {"alpha": ALPHAS, "slice_tokens": SLICES, "host_backed": one_of("auto", "attention", "all")},
-    "slice": {"alpha": ALPHAS, "slice_tokens": SLICES, "schedule": one_of("slice")},
+    "kinds": {"test_mode": one_of(BY_KIND)},
+    "streamed": {"alpha": ALPHAS, "slice_tokens": SLICES, "stream_from_host": one_of("auto", "attention", "hidden")},
+    "slice": {"alpha": ALPHAS, "slice_tokens": SLICES, "stream_from_host": one_of("model")},
 }
 WILD = {
     "alpha": st.one_of(ALPHAS, one_of(-1, 2.0, "half", None)),
-    "storage": one_of("alpha", "kinds"),
+    "test_mode": one_of(None, BY_ALPHA, BY_KIND, JOINT),
     "slice_tokens": st.one_of(one_of("auto", 0), SLICES),
-    "host_backed": one_of("auto", "none", "attention", "all"),
-    "schedule": one_of("auto", "layer", "nest", "slice"),
+    "stream_from_host": one_of("auto", "none", "attention", "hidden", "model"),
 }
 COMMON = {
     "loss_chunk_tokens": one_of("auto", None, 1, 7, 30, 64),

@@ -1,4 +1,4 @@
-"""storage="kinds" from a profiled step to a trained model: budgets, plan files, several processes, tables."""
+"""Plans by kinds of tensors, from a profiled step to a trained model: budgets, files, several processes, tables."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
+from support.modes import BY_ALPHA, BY_KIND, JOINT
 from support.parallel_training import Run, train_alone, train_together
-from support.samples.storage_problems import ALWAYS, CALL, COSTS, LABEL, LAYERS, MIB, planned, rounded
+from support.samples.storage_problems import ALWAYS, CALL, COSTS, LABEL, LAYERS, MIB, planned
 from support.trainer_harness import LanguageModel, ResumableLoader, Sequences, fit, plain
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.costs import Budget
-from lightning_memo.artifacts.plan import DiskTier, Plan, StorageBudget
-from lightning_memo.config import MemoConfig
-from lightning_memo.planner.choose_plan import with_spare_device
-from lightning_memo.planner.plan_storage_kinds import common_problem, plan_kinds
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.planner.make_plan import with_spare_device
 from lightning_memo.planner.storage_planner import StorageError
 from lightning_memo.reports.tables import plan_tables
 from lightning_memo.runtime import activation_planner
 from lightning_memo.runtime import solve_plan as planning
-from lightning_memo.runtime.solve_plan import plan_by_kind
+from lightning_memo.runtime.solve_plan import common_problem, plan_by_kind
 
 KIB = 1024
 # Less than plain training needs of the device, and less than two layers save of the host.
@@ -36,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def strategy(**settings: Any) -> MemoStrategy:
-    return MemoStrategy(storage="kinds", **BUDGET | settings)
+    return MemoStrategy(test_mode=BY_KIND, **BUDGET | settings)
 
 
 def test_trains_as_plain_within_both_budgets(tmp_path: Path) -> None:
@@ -68,8 +67,8 @@ def test_a_plan_of_another_schedule(host_memory: str, tmp_path: Path) -> None:
     budget = BUDGET | {"host_memory": host_memory}
     first = fit(MemoStrategy(**budget), LanguageModel("llama_gqa"), max_steps=1)
     first.plan.save(tmp_path / "plan.json")
-    assert not first.plan.swap.storage.has_one_alpha and first.plan.swap.schedule == "layer"
-    again = MemoStrategy(schedule="nest", **budget, plan=tmp_path / "plan.json")
+    assert not first.plan.swap.storage.has_one_alpha and not first.plan.swap.joint_attention
+    again = MemoStrategy(test_mode=JOINT, **budget, plan=tmp_path / "plan.json")
     if host_memory == "40KiB":
         with pytest.warns(UserWarning, match="attention runs over all tokens at once, and its outputs have no place"):
             result = fit(again, LanguageModel("llama_gqa"))
@@ -80,8 +79,8 @@ def test_a_plan_of_another_schedule(host_memory: str, tmp_path: Path) -> None:
 
 def test_a_plan_of_kinds_is_made_anew_for_one_alpha(tmp_path: Path) -> None:
     fit(strategy(), LanguageModel("llama_gqa"), max_steps=1).plan.save(tmp_path / "plan.json")
-    one_alpha = MemoStrategy(storage="alpha", plan=tmp_path / "plan.json")
-    with pytest.warns(UserWarning, match='made for storage="kinds"'):
+    one_alpha = MemoStrategy(test_mode=BY_ALPHA, plan=tmp_path / "plan.json")
+    with pytest.warns(UserWarning, match="names a place for each kind of tensor"):
         result = fit(one_alpha, LanguageModel("llama_gqa"), max_steps=1)
     assert result.plan.swap.plain or result.plan.swap.storage.has_one_alpha
 
@@ -93,10 +92,10 @@ def _plan_of(trainer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(("stage", "device_memory"), [(2, "740KiB"), (3, "640KiB")])
 def test_processes_with_the_same_layers_have_the_same_plan(stage: int, device_memory: str) -> None:
     run = Run(family="llama_gqa", steps=3)
-    settings = {"storage": "kinds", "zero_stage": stage, "device_memory": device_memory, "host_memory": "200KiB"}
+    settings = {"test_mode": BY_KIND, "zero_stage": stage, "device_memory": device_memory, "host_memory": "200KiB"}
     together = train_together(2, run, settings, _plan_of)
     first, second = together.notes["swap"]
-    assert first.executed == second.executed
+    assert first == second
     errors = together.worst_error(train_alone(run))
     assert max(errors.values()) <= 1e-4
 
@@ -104,15 +103,15 @@ def test_processes_with_the_same_layers_have_the_same_plan(stage: int, device_me
 # ---- the default
 
 
-@pytest.mark.parametrize("schedule", ["auto", "nest"])
-def test_kinds_are_planned_by_default(schedule: str) -> None:
-    result = fit(MemoStrategy(schedule=schedule, **BUDGET), LanguageModel("llama_gqa"))
-    assert result.plan.swap.schedule == ("nest" if schedule == "nest" else "layer")
+@pytest.mark.parametrize("joint", [False, True])
+def test_kinds_are_planned_by_default(joint: bool) -> None:
+    result = fit(MemoStrategy(test_mode=JOINT if joint else None, **BUDGET), LanguageModel("llama_gqa"))
+    assert result.plan.swap.joint_attention == joint
     assert not result.plan.swap.storage.has_one_alpha
     assert result.losses == pytest.approx(plain(LanguageModel("llama_gqa")).losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("settings", [{"alpha": 0.25}, {"slice_tokens": 16}, {"storage": "alpha"}], ids=str)
+@pytest.mark.parametrize("settings", [{"alpha": 0.25}, {"slice_tokens": 16}, {"test_mode": BY_ALPHA}], ids=str)
 def test_alpha_is_planned_where_kinds_cannot_be(settings: dict[str, Any]) -> None:
     result = fit(MemoStrategy(**BUDGET | {"host_memory": "1MiB"} | settings), LanguageModel("llama_gqa"))
     assert not result.plan.swap.plain and result.plan.swap.storage.has_one_alpha
@@ -121,8 +120,6 @@ def test_alpha_is_planned_where_kinds_cannot_be(settings: dict[str, Any]) -> Non
 
 def test_alpha_is_planned_where_the_program_finds_nothing() -> None:
     budget = {"device_memory": "400KiB", "host_memory": "1MiB"}  # weights and a layer need more
-    with pytest.raises(StorageError):
-        fit(strategy(**budget), LanguageModel("llama_gqa"), max_steps=1)
     with pytest.warns(UserWarning, match="more than the budget"):
         result = fit(MemoStrategy(**budget), LanguageModel("llama_gqa"), max_steps=3)
     assert result.plan.swap.alpha == 0.0 and result.plan.swap.storage.has_one_alpha
@@ -151,73 +148,46 @@ def test_the_faster_plan_that_fits_is_used(
     assert result.losses == pytest.approx(plain(LanguageModel("llama_gqa")).losses, rel=1e-5)
 
 
-# ---- settings
-
-
-@pytest.mark.parametrize(
-    "contradiction",
-    [
-        {"alpha": 0.5},
-        {"slice_tokens": 64},
-        {"schedule": "slice"},
-        {"host_backed": "all"},
-    ],
-    ids=lambda setting: next(iter(setting)),
-)
-def test_settings_that_contradict(contradiction: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r'contradicts storage="kinds".* storage="alpha"'):
-        MemoConfig(storage="kinds", **contradiction)
-
-
-def test_unknown_storage() -> None:
-    with pytest.raises(ValueError, match='is not known: give one of "auto", "alpha", "kinds"'):
-        MemoConfig(storage="both")
-
-
 # ---- planning
 
 
 @pytest.mark.parametrize("unit", [1, 64, 2**20])
 def test_budgets_are_kept_to_the_byte(unit: int) -> None:
-    budget = StorageBudget(device_bytes=ALWAYS + 150 * MIB, host_bytes=60 * MIB)
+    budget = Budget(device_bytes=ALWAYS + 150 * MIB, host_bytes=60 * MIB)
     plan = planned(budget, unit)
     assert 50 * MIB < plan.swap.host_bytes <= budget.host_bytes
     assert plan.device_bytes <= budget.device_bytes
-    assert plan.step_seconds == plan.swap.storage.needs.step_seconds
     assert 0.0 <= plan.swap.alpha <= 1.0
 
 
 @pytest.mark.parametrize("less", [1, 300_000, MIB])
 def test_a_budget_that_only_alignment_exceeds(less: int) -> None:
     device = 300 * MIB
-    ample = planned(StorageBudget(device_bytes=device, host_bytes=1000 * MIB), unit=MIB).swap
-    budget = StorageBudget(device_bytes=device, host_bytes=ample.host_bytes - less)
+    ample = planned(Budget(device_bytes=device, host_bytes=1000 * MIB), unit=MIB).swap
+    budget = Budget(device_bytes=device, host_bytes=ample.host_bytes - less)
     assert planned(budget, unit=MIB).swap.host_bytes <= budget.host_bytes
 
 
 def test_what_cannot_be_held_is_told() -> None:
     with pytest.raises(StorageError, match=r"lacks .*: raise device_memory, or shorten"):
-        plan_kinds(
-            LAYERS, COSTS, StorageBudget(device_bytes=2000, host_bytes=MIB), LABEL, tile_tokens=1,
-            memory_of=rounded(1),
-        )  # fmt: skip
+        planned(Budget(device_bytes=2000, host_bytes=MIB))
 
 
 def test_the_common_problem_is_that_of_the_slowest_with_the_least_room() -> None:
-    slow = replace(COSTS, classes=(replace(CALL, forward_seconds=0.2),), fixed_device_bytes=3000)
-    disks = [
-        DiskTier(capacity_bytes=7, write_bytes_per_second=2.0, read_bytes_per_second=9.0),
-        DiskTier(capacity_bytes=5, write_bytes_per_second=4.0, read_bytes_per_second=3.0),
-    ]
+    slow = replace(
+        COSTS, classes=(replace(CALL, forward_seconds=0.2),), fixed_device_bytes=3000,
+        disk_write_bytes_per_second=4.0, disk_read_bytes_per_second=3.0,
+    )  # fmt: skip
+    fast = replace(COSTS, disk_write_bytes_per_second=2.0, disk_read_bytes_per_second=9.0)
     problems = [
-        (COSTS, StorageBudget(device_bytes=ALWAYS + 8500, host_bytes=70, disk_bytes=7, disk=disks[0])),
-        (slow, StorageBudget(device_bytes=ALWAYS + 2000 + 9500, host_bytes=90, disk_bytes=5, disk=disks[1])),
+        (fast, Budget(device_bytes=ALWAYS + 8500, host_bytes=70, disk_bytes=7)),
+        (slow, Budget(device_bytes=ALWAYS + 2000 + 9500, host_bytes=90, disk_bytes=5)),
     ]
     found = common_problem(problems)
-    least = DiskTier(capacity_bytes=5, write_bytes_per_second=2.0, read_bytes_per_second=3.0)
     assert found == (
-        slow, StorageBudget(device_bytes=ALWAYS + 2000 + 8500, host_bytes=70, disk_bytes=5, disk=least)
-    )  # fmt: skip
+        replace(slow, disk_write_bytes_per_second=2.0),
+        Budget(device_bytes=ALWAYS + 2000 + 8500, host_bytes=70, disk_bytes=5),
+    )
     other = replace(COSTS, classes=(replace(CALL, input_bytes=1),))
     assert common_problem([*problems, (other, problems[0][1])]) is None
     with pytest.raises(StorageError, match="different sizes on processes that share the tokens"):
@@ -228,7 +198,7 @@ def test_the_common_problem_is_that_of_the_slowest_with_the_least_room() -> None
 def test_only_processes_that_share_tokens_need_the_same_sizes(sharing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Data-parallel processes may get batches of other lengths."""
     other = replace(COSTS, classes=(replace(CALL, input_bytes=1),))
-    budget = StorageBudget(device_bytes=ALWAYS + 8500, host_bytes=70)
+    budget = Budget(device_bytes=ALWAYS + 8500, host_bytes=70)
 
     class Others:
         def gather(self, value: Any, everyone: bool = True) -> list[Any]:
@@ -251,16 +221,14 @@ def test_only_processes_that_share_tokens_need_the_same_sizes(sharing: str, monk
     def plan(divided: bool) -> Any:
         ranks: Any = Others()
         return plan_by_kind(
-            step, ranks, True, device_measured=False, optional=False, divided=divided, exchanging=False,
-            schedule="layer",
-        )  # fmt: skip
+            step, ranks, True, device_measured=False, divided=divided, exchanging=False, joint_attention=False
+        )
 
     assert plan(divided=False) == COSTS
     if sharing == "the same":
         assert plan(divided=True) == COSTS
     else:
-        with pytest.raises(StorageError, match="different sizes on processes that share the tokens"):
-            plan(divided=True)
+        assert plan(divided=True) is None
 
 
 def test_some_of_the_free_device_memory_is_left() -> None:
@@ -275,7 +243,7 @@ def test_some_of_the_free_device_memory_is_left() -> None:
 
 @pytest.fixture
 def text() -> str:
-    budget = StorageBudget(device_bytes=ALWAYS + 150 * MIB, host_bytes=60 * MIB)
+    budget = Budget(device_bytes=ALWAYS + 150 * MIB, host_bytes=60 * MIB)
     plan = planned(budget, unit=64)
     console = Console(width=120, color_system=None, force_terminal=False)
     with console.capture() as captured:
@@ -285,7 +253,7 @@ def text() -> str:
 
 def test_the_table_shows_every_kind_and_what_binds(text: str) -> None:
     rows = [" ".join(line.split()) for line in text.splitlines()]
-    assert "memo, by kind of tensor, layer schedule" in text
+    assert "memo, by kind of tensor" in text
     assert any(row.startswith("0-5 layer input 3.9 MiB") for row in rows)
     assert any(row.startswith("of it up 15.6 MiB") for row in rows)
     binding = [row for row in rows if row.startswith("host memory 60 MiB")]

@@ -238,7 +238,7 @@ WRONG = {
     "slot": lambda swap: {"memory": dataclasses.replace(swap.memory, slot=64)},
     "calls": lambda swap: {"storage": plan_of_alpha(swap.storage.tokens, 1.0, 2 * swap.calls)},
     "alpha": lambda swap: {"storage": plan_of_alpha(swap.storage.tokens, 0.0, swap.calls)},
-    "schedule": lambda swap: {"schedule": "nest"},
+    "joint attention": lambda swap: {"joint_attention": True},
     "plain": lambda swap: {"storage": plan_of_plain_training(swap.storage.tokens, swap.calls)},
 }
 
@@ -292,7 +292,7 @@ def test_loss_curve_in_test_mode(family, alpha, plain_curve, curves):
         bound = 0.0 if alpha in curves or alpha in (0.0, 1.0) else CURVE_BOUND
         assert largest_difference(result.losses, expected[: 2 * steps]) <= bound
     else:
-        assert result.plan.swap.schedule == "nest"
+        assert result.plan.swap.joint_attention
         assert_as_plain(result, plain(LanguageModel(family), loader(160), max_steps=steps, **CURVE), alpha, CURVE_BOUND)
     assert set(result.held) == {0}
 
@@ -510,8 +510,8 @@ def test_exception_leaves_process_and_model_usable(family, place, step):
 def test_a_refused_model_is_left_as_it_was():
     module = LanguageModel("block_dropout")
     own = forwards(module)
-    with pytest.raises(ValueError, match="has none: use schedule"):
-        fit(MemoStrategy(schedule="slice", slice_tokens=8), module)
+    with pytest.raises(ValueError, match="has none: use stream_from_host"):
+        fit(MemoStrategy(stream_from_host="model", slice_tokens=8), module)
     assert forwards(module) == own
 
 
@@ -524,7 +524,7 @@ def test_logits_of_a_model_that_runs_slice_by_slice(use):
             return output.loss
 
     with pytest.raises(ValueError, match="the logits of a sequence are never held"):
-        fit(MemoStrategy(schedule="slice", slice_tokens=8), Metric("llama"))
+        fit(MemoStrategy(stream_from_host="model", slice_tokens=8), Metric("llama"))
 
 
 def test_keyboard_interrupt():

@@ -35,11 +35,11 @@ def alpha_swap(
     *,
     slice_tokens: int | None = None,
     disk_calls: int = 0,
-    schedule: Any = "layer",
+    joint_attention: bool = False,
     **settings: Any,
 ) -> SwapPlan:
     """Return a plan with slots of the same size, some of which go to the disk."""
     leaving = calls - resident_calls(calls, settings.get("in_flight"))
     storage = plan_of_alpha(tokens, alpha, calls, slice_tokens=slice_tokens, spilled=spread(disk_calls, leaving))
     memory = memory_of_slots(storage, lambda _: slot_bytes, leaving)
-    return SwapPlan(storage=storage, memory=memory, schedule=schedule, **settings)
+    return SwapPlan(storage=storage, memory=memory, joint_attention=joint_attention, **settings)

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_memo.artifacts.plan import HostBacked, SwapPlan
-from lightning_memo.artifacts.slot_layouts import SwapPrecision
+from lightning_memo.artifacts.plan import StreamFromHost, SwapPlan
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.bootstrap_plan import host_backed_bytes
 from lightning_memo.engine.layers.step_profile import StepProfile
@@ -116,43 +115,40 @@ class EngineUnderTest:
 
     Args:
         model: Model to attach to.
-        schedule: Schedule of the engine.
         test_mode: Delays of copies, and poisoned buffers.
         slice_tokens: Maximum number of tokens of a slice, in the profiled step as well.
-        host_backed: Tensors that stay on the host in all steps.
+        stream_from_host: Tensors that stay on the host in all steps.
         device: Device of the model.
         disk_path: Folder for spilled layer calls.
         check_slices: Whether layers are compared with themselves in slices.
-        swap_precision: How activations are swapped.
+        joint_attention: Whether attention runs over all slices of a layer at once.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        schedule: str = "auto",
         test_mode: TestMode | None = DELAYS,
         slice_tokens: int | None = None,
-        host_backed: HostBacked = "none",
+        stream_from_host: StreamFromHost = "none",
         device: torch.device = DEVICE,
         disk_path: Path | None = None,
         check_slices: bool = True,
-        swap_precision: SwapPrecision = "exact",
+        joint_attention: bool = False,
     ) -> None:
         self.model = on_device(model)
-        self.slice_tokens, self.host_backed = slice_tokens, host_backed
+        self.slice_tokens, self.stream_from_host = slice_tokens, stream_from_host
         self.engine = ScriptedEngine(
             model,
             find_stacks(model)[0].layers,
             device,
             RequestedSettings(
                 "sdpa",
-                schedule,
                 slice_tokens,
-                host_backed,
+                stream_from_host,
+                joint_attention,
                 disk_path=disk_path,
                 test_mode=test_mode,
                 check_slices=check_slices,
-                swap_precision=swap_precision,
             ),
         )
         self.profile: StepProfile | None = None
@@ -206,13 +202,13 @@ class EngineUnderTest:
         if script is None:
             longest = None if engine.layer_classes.unsliceable else slice_tokens or self.slice_tokens
             script = slices_at(tokens or profile.tokens, alpha, longest)
-        if self.host_backed != "none":
+        if self.stream_from_host != "none":
             return self._load_streamed(profile, alpha, script)
-        schedule = engine.layer_classes.schedule
-        predicted = tuple(slot_bytes(c.saved, profile.tokens, script, schedule) for c in profile.in_order())
+        joint = engine.layer_classes.joint_attention
+        predicted = tuple(slot_bytes(c.saved, profile.tokens, script, joint) for c in profile.in_order())
         plan = alpha_swap(
-            alpha, len(profile.calls), max(predicted), profile.tokens, schedule=schedule, slice_tokens=slice_tokens,
-            disk_calls=disk_calls, precision=engine.settings.swap_precision,
+            alpha, len(profile.calls), max(predicted), profile.tokens, joint_attention=joint, slice_tokens=slice_tokens,
+            disk_calls=disk_calls,
         )  # fmt: skip
         engine.load(plan, profile.batch * profile.tokens)
         return predicted
@@ -220,13 +216,11 @@ class EngineUnderTest:
     def _load_streamed(self, profile: StepProfile, alpha: float, slices: tuple[TokenRange, ...]) -> tuple[int, ...]:
         """Do the same as `load`, and return the bytes of all slices of each layer call."""
         engine = self.engine
-        sizes = host_backed_bytes(engine, profile.saved_by_calls, slices, self.host_backed)
+        sizes = host_backed_bytes(engine, profile.saved_by_calls, slices, self.stream_from_host)
         plan = SwapPlan(
             storage=plan_of_alpha(slices[-1].stop, alpha, len(profile.calls), slice_tokens=self.slice_tokens),
             memory=sizes.memory,
-            schedule=engine.layer_classes.schedule,
-            host_backed=self.host_backed,
-            precision=engine.settings.swap_precision,
+            stream_from_host=self.stream_from_host,
         )
         self.engine.load(plan, profile.batch * slices[-1].stop)
         return tuple(sum(slice_slot_bytes(c.saved, profile.slice_tokens, slices)) for c in profile.in_order())
@@ -240,10 +234,10 @@ class EngineUnderTest:
 
 @contextmanager
 def planned(
-    model: nn.Module, batch: Batch, alpha: float, slice_tokens: int | None = None, schedule: str = "auto"
+    model: nn.Module, batch: Batch, alpha: float, slice_tokens: int | None = None, joint_attention: bool = False
 ) -> Iterator[EngineUnderTest]:
     """Yield an engine that has profiled a batch and follows the plan for it."""
-    with EngineUnderTest(model, schedule) as under_test:
+    with EngineUnderTest(model, joint_attention=joint_attention) as under_test:
         under_test.profile_step(batch)
         under_test.load(alpha, slice_tokens)
         yield under_test

@@ -58,4 +58,4 @@ def slot_bytes_by_alpha(shape: ModelShape, *, sizes: ElementBytes, tokens: int, 
         alpha: Fraction of the tokens whose activations are swapped.
     """
     saved = list(saved_bytes(shape, sizes=sizes, tokens=tokens))
-    return slot_bytes(saved, tokens, slices_at(tokens, alpha), "layer")
+    return slot_bytes(saved, tokens, slices_at(tokens, alpha))

@@ -253,7 +253,7 @@ def _check_among_processes(module: nn.Module, handler: object, mask: object, win
     if handler is None:
         raise RefusedAtAnyLength(
             f"{name} attends outside of the repeated layers, where only some of the tokens are available: train this "
-            'model with context_parallel_size=1, sequence_parallel=False and not schedule="slice"'
+            'model with context_parallel_size=1, sequence_parallel=False and not stream_from_host="model"'
         )
     # A module may leave its window to the mask (Qwen2-MoE).
     if isinstance(mask, WholeMask):
@@ -261,7 +261,7 @@ def _check_among_processes(module: nn.Module, handler: object, mask: object, win
     if not isinstance(mask, MaskPattern) or window not in (None, mask.window):
         raise RefusedAtAnyLength(
             f"{name} has an attention mask that is neither causal, nor a sliding window, nor full: train this model "
-            'with context_parallel_size=1, sequence_parallel=False and not schedule="slice"'
+            'with context_parallel_size=1, sequence_parallel=False and not stream_from_host="model"'
         )
 
 

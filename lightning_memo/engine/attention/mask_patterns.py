@@ -83,7 +83,7 @@ class MaskPattern:
             raise RefusedAtAnyLength(
                 "the model computes attention itself, as models with ALiBi and some older models do, and needs an "
                 "attention mask of tokens by tokens, which is not built: train it with context_parallel_size=1, "
-                'sequence_parallel=False and not schedule="slice"'
+                'sequence_parallel=False and not stream_from_host="model"'
             )
         return self.explicit()
 
@@ -313,8 +313,9 @@ def sharded_mask(
     assert layout is not None
     if current.text_model is None or tokens <= layout.tokens - multiple(layout.ring, layout.ulysses, layout.shards):
         raise RefusedAtAnyLength(
-            "this model has an attention mask that is neither causal, nor a sliding window, nor full, which needs all "
-            'tokens at once: train it with context_parallel_size=1, sequence_parallel=False and not schedule="slice"'
+            "this model has an attention mask that is neither causal, nor a sliding window, nor full, which needs "
+            "all tokens at once: train it with context_parallel_size=1, sequence_parallel=False and not "
+            'stream_from_host="model"'
         )
     return _whole_mask(layout, tokens, explicit)
 
@@ -328,7 +329,7 @@ def _whole_mask(layout: TokenLayout, tokens: int, explicit: Callable[[], Tensor]
     if layout.global_slices:
         raise RefusedAtAnyLength(
             "this model lets tokens see later ones, such as those of an image each other, and slices with keys on the "
-            'host see earlier ones only: set host_backed="none"'
+            'host see earlier ones only: set stream_from_host="none"'
         )
     mask = F.pad(explicit(), (0, layout.tokens - tokens) * 2)
     # Tokens of the padding see themselves, because kernels do not agree on queries that see nothing.

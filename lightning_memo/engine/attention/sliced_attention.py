@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lightning_memo.engine.copy_streams import CopyEvent
-from lightning_memo.engine.memory.block_reader import BlockParts, BlockReader, DeviceBlock, HostRange, heads_first
-from lightning_memo.engine.memory.host_arena import HostBuffer
+from lightning_memo.engine.memory.block_reader import BlockParts, BlockReader, DeviceBlock, heads_first
+from lightning_memo.engine.memory.host import HostBuffer, HostRange
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.kernels import AttentionBackend, AttentionResult, AttentionSpec
 from lightning_memo.kernels.attention_kernel import (
@@ -490,12 +490,11 @@ class HostGradients:
             dv: Contribution to the gradients of the values.
         """
         if self._buffer is None:
-            self._buffer = self._memory.take_host_buffer(
-                sum(self._tokens) * sum(self._row_bytes), self._memory.gradient_arena
-            )
+            size_bytes = sum(self._tokens) * sum(self._row_bytes)
+            self._buffer = self._memory.take_host_buffer(size_bytes, self._memory.gradients)
         for which, (part, gradient) in enumerate(zip(block.parts[-2:], (dk, dv), strict=True)):
             heads_first(part, gradient, self._dtype).add_(gradient)
-            block.leaving = self._memory.copy_to_host(self._buffer, self._start(slices[0], which), part)
+            block.leaving = self._buffer.write(part, self._start(slices[0], which))
         assert block.leaving is not None
         self._written |= dict.fromkeys(slices, block.leaving)
 
@@ -520,8 +519,7 @@ class HostGradients:
         size, written = self._tokens[index] * self._row_bytes[which], self._written.get(index)
         if self._buffer is None or written is None:
             return HostRange(size, None)
-        start = self._start(index, which)
-        return HostRange(size, self._buffer.memory[start : start + size], written, self._buffer.copies)
+        return self._buffer.range(self._start(index, which), size, written)
 
     def _start(self, index: int, which: int) -> int:
         """Return the offset of a slice's gradients in bytes: those of all keys come first, then those of all values."""

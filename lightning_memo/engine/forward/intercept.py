@@ -59,7 +59,7 @@ def _leave(layout: TokenLayout | None, on_leaving: Callable[[str], None] | None,
     if layout is not None:
         raise ValueError(
             f"{why}, so that the model needs all tokens at once: train it with context_parallel_size=1, "
-            'sequence_parallel=False and not schedule="slice"'
+            'sequence_parallel=False and not stream_from_host="model"'
         )
     if on_leaving is not None:
         on_leaving(why)

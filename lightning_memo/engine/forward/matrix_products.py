@@ -37,8 +37,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self, override
 
+from lightning_memo.artifacts.costs import is_product
 from lightning_memo.engine.forward.intercept import OwnMode
-from lightning_memo.planner.token_slices import KINDS
 
 Compute = Callable[[], Tensor]
 Span = tuple[Any, Any]
@@ -208,7 +208,7 @@ class AnsweredProduct(TorchDispatchMode):
         if self._answered and not is_view(func):
             raise RuntimeError(
                 f"the recomputation of a stored matrix product also calls {func}: keep the types and layouts of the "
-                'layer\'s input and weights alike in all steps, or set storage="alpha"'
+                "layer's input and weights alike in all steps, or give alpha, like alpha=0.5"
             )
         return func(*args, **(kwargs or {}))
 
@@ -219,13 +219,13 @@ def is_view(func: Any) -> bool:
 
 
 def _untaken(name: str) -> str:
-    return f"{name}.sum" if name in KINDS else name
+    return name if is_product(name) else f"{name}.sum"
 
 
 def _short(name: str) -> str:
     """Return the name of a product without the suffix of its weight, unless a kind of tensor has that name."""
     short = name.removesuffix(".weight")
-    return name if short in KINDS else short
+    return short if is_product(short) else name
 
 
 def adapted_modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module, frozenset[int]]]:

@@ -1,4 +1,4 @@
-"""Choices by value, such as a router's experts: noted in a forward, and repeated by its recomputation.
+"""What a recomputation is told instead of computing it: choices by value, such as of a router, and known results.
 
 Note: [Repeated choices]
 Kernels may sum in another order in each run. A recomputation then differs from the forward in its last bits, and a
@@ -116,4 +116,22 @@ class _Chosen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        raise RuntimeError(NEVER_DIFFERENTIATED)
+
+
+def as_function_of(known: Tensor, *inputs: Tensor | None) -> Tensor:
+    """Return a known tensor that requires grad if an input does, so that later operations may change it in place."""
+    made: Tensor = _Known.apply(known, *inputs)
+    return made
+
+
+class _Known(torch.autograd.Function):
+    """Has no backward: its graph is never differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, known: Tensor, *inputs: Tensor | None) -> Tensor:
+        return known.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dknown: Tensor) -> tuple[Any, ...]:
         raise RuntimeError(NEVER_DIFFERENTIATED)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_memo.artifacts.costs import Place
-from lightning_memo.artifacts.slot_layouts import compressed_bytes
 from lightning_memo.engine.layers.call_meter import CallMeter
-from lightning_memo.engine.memory.noted_tensors import NotedTensor
-from lightning_memo.engine.memory.saved_storages import Registry, flat, gapless_strides, is_dense
-from lightning_memo.engine.memory.slot_memory import SlotMemory, SlotView
+from lightning_memo.engine.memory.saved_storages import NotedTensor, Registry, flat, gapless_strides, is_dense
+from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.saved_tensors.call_arguments import CallArguments
-from lightning_memo.engine.saved_tensors.compression import Compression, SavingFunction
 from lightning_memo.engine.saved_tensors.offload_group import Handle, OffloadGroup, OffloadGroups
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import WrappedHandle, is_opaque, is_wrapped
 from lightning_memo.parallel.local_tensors import local_part
@@ -84,17 +81,15 @@ class StoragePolicy:
         swap: Whether slots leave the device.
         per_slice: Whether every slice has a slot of its own, and attention reads earlier keys and values from the host;
             otherwise the call has one slot.
-        disk_bytes: Bytes of the call's slot that go to the disk.
+        sizes: Bytes of the call's slot that go to places other than the host.
         states_on_host: Whether hidden states between layers, and their gradients, are on the host.
-        compresses: Whether tensors are compressed in slots where that is possible (`swap_precision`).
     """
 
     memory: SlotMemory | None
     swap: bool
     per_slice: bool = False
-    disk_bytes: int = 0
+    sizes: Mapping[Place, int] | None = None
     states_on_host: bool = False
-    compresses: bool = False
 
 
 class CallStorage:
@@ -104,7 +99,6 @@ class CallStorage:
         groups: Opens offload groups.
         policy: How the plan stores tensors.
         meter: Reports what is stored, and knows the position of the call.
-        layer: The layer.
 
     Attributes:
         memory: The memory in which slots are leased.
@@ -112,10 +106,10 @@ class CallStorage:
         resident: Tensors that stay on the device by plan.
     """
 
-    def __init__(self, groups: OffloadGroups, policy: StoragePolicy, meter: CallMeter, layer: nn.Module) -> None:
-        self._groups, self._policy, self._meter, self._layer = groups, policy, meter, layer
+    def __init__(self, groups: OffloadGroups, policy: StoragePolicy, meter: CallMeter) -> None:
+        self._groups, self._policy, self._meter = groups, policy, meter
         self.memory = policy.memory
-        self.group = None if policy.per_slice else groups.open(policy.memory, policy.swap, policy.disk_bytes)
+        self.group = None if policy.per_slice else groups.open(policy.memory, policy.swap, policy.sizes)
         self.resident = ResidentTensors()
 
     @property
@@ -123,24 +117,7 @@ class CallStorage:
         """Whether every slice has an offload group of its own."""
         return self._policy.per_slice
 
-    def compression(self, part: TokenRange, x: Tensor) -> Compression | None:
-        """Return what decides which tensors of a slice are compressed; `None` if none is.
-
-        Args:
-            part: The slice.
-            x: The slice's input.
-        """
-        return Compression(self._layer, local_part(x), part.tokens) if self._policy.compresses else None
-
-    def store(
-        self,
-        group: OffloadGroup,
-        kind: str,
-        t: Tensor,
-        place: Place | None,
-        by_autograd: bool = False,
-        compress: bool = False,
-    ) -> Handle:
+    def store(self, group: OffloadGroup, kind: str, t: Tensor, place: Place, by_autograd: bool = False) -> Handle:
         """Store a tensor in a group, or on the device.
 
         Args:
@@ -149,13 +126,12 @@ class CallStorage:
             t: The tensor.
             place: Where tensors of the kind are stored.
             by_autograd: Whether autograd saves it, so that nothing may overwrite it before the backward.
-            compress: Whether it is compressed if it is stored in the group.
         """
         if self._meter.profile is not None:  # which has the sizes of the first slice
             self._meter.profile.saved(self._meter.position.layer, kind, t.nbytes)
         if place == "device":
             return self.resident.keep(t) if by_autograd else self.resident.put(t)
-        return group.put(t, place == "disk", compress)
+        return group.put(t, place)
 
     def store_copy(self, group: OffloadGroup, kind: str, t: Tensor, place: Place | None) -> Handle:
         """Store a tensor that the layer may overwrite later: it is copied even if it finds no room in the slot."""
@@ -205,29 +181,20 @@ class SliceStorage:
     ) -> None:
         self._call, self._arguments, self._begin_backward, self._range = call, arguments, begin_backward, part
         self.group, self.input = call.open(part, x)
-        self._compression = call.compression(part, x)
         self.products: dict[str, Handle] = {}
 
-    @property
-    def saving(self) -> SavingFunction | None:
-        """Has to be entered while the slice's forward runs, if anything is compressed; `None` if nothing is."""
-        return None if self._compression is None else self._compression.saving
-
     def find(self, t: Tensor) -> Handle | None:
-        """Return the handle of a tensor whose bytes are stored already, as exact as needed; `None` if they are not."""
+        """Return the handle of a tensor whose bytes are stored already; `None` if they are not."""
         known = self.group.find(t)
-        if known is None:
-            return self._call.resident.find(t)
-        compressed = isinstance(known, SlotView) and known.compressed
-        return None if compressed and self.swapped_bytes(t) is None else known
+        return self._call.resident.find(t) if known is None else known
 
-    def store(self, kind: str, t: Tensor, by_autograd: bool = False, compress: bool = False) -> Handle:
+    def store(self, kind: str, t: Tensor, by_autograd: bool = False) -> Handle:
         """Store a tensor where the slice's tensors of its kind are stored."""
         place = self._range.place(kind)
-        return self._call.store(self.group, kind, t.detach(), place, by_autograd, compress)
+        return self._call.store(self.group, kind, t.detach(), place, by_autograd)
 
     def store_once(self, kind: str, t: Tensor) -> Handle:
-        """Store a tensor as it is unless its bytes are stored already."""
+        """Store a tensor unless its bytes are stored already."""
         known = self.find(t)
         return known if known is not None else self.store(kind, t)
 
@@ -238,19 +205,11 @@ class SliceStorage:
     def _store_part(self, part: Tensor) -> Handle:
         """Store a part of a tensor: parts may be other tensors' bytes, or weights' (views of quantised ones)."""
         known = self.find(part) if part.numel() else None
-        return known if known is not None else part if part in self._arguments else self._store_other(part)
-
-    def swapped_bytes(self, t: Tensor) -> int | None:
-        """Return the bytes of a tensor in a slot if `store_other` compresses it there; `None` if it does not."""
-        compresses = self._compression is not None and self._compression.covers(t)
-        return compressed_bytes(t.numel(), t.itemsize) if compresses else None
+        return known if known is not None else part if part in self._arguments else self.store_other(part)
 
     def store_other(self, t: Tensor) -> Handle:
         """Store a tensor that is no input, no output and no operand of attention."""
-        return self._store_other(t, compress=self.swapped_bytes(t) is not None)
-
-    def _store_other(self, t: Tensor, compress: bool = False) -> Handle:
-        return t.detach() if is_opaque(t) else self.store("other", t, by_autograd=True, compress=compress)
+        return t.detach() if is_opaque(t) else self.store("other", t, by_autograd=True)
 
     def store_state(self, state: Tensor, planned: bool) -> Handle:
         """Store the state at the start of the slice, which nothing changes.

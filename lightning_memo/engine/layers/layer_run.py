@@ -1,36 +1,195 @@
-"""A call of a layer, from its forward to the end of its backward."""
+"""A call of a layer, from its forward to the end of its backward: its slices, hidden states and attention."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.autograd import Variable
 
+from lightning_memo.engine.attention.sliced_attention import SlicedAttention, StreamedAttention, StreamedUlysses
 from lightning_memo.engine.forward.autocast import ambient_autocast
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.fp8_state import ForwardFp8
-from lightning_memo.engine.layers.call_attention import CallAttention
-from lightning_memo.engine.layers.call_meter import CallMeter, CallPosition
+from lightning_memo.engine.layers.call_meter import CallMeter, CallPosition, EngineServices
 from lightning_memo.engine.layers.call_storage import CallStorage, StoragePolicy
-from lightning_memo.engine.layers.engine_services import EngineServices
-from lightning_memo.engine.layers.hidden_states import SlicedStates, WholeStates
+from lightning_memo.engine.memory.offloaded_tensor import TensorBuilder, read_parts
+from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.recurrence import RecurrentStates
-from lightning_memo.engine.saved_tensors.call_arguments import CallArguments
+from lightning_memo.engine.saved_tensors.call_arguments import CallArguments, ParkedCallArguments, SliceArguments
 from lightning_memo.engine.state.forward_state import BufferVersions, ForwardContext, ForwardState
 from lightning_memo.engine.state.held_state import HeldState
 from lightning_memo.engine.state.random_states import OtherGenerators
 from lightning_memo.kernels import AttentionSpec, RngState
+from lightning_memo.parallel.local_tensors import local_part
 from lightning_memo.planner.token_slices import TokenRange
 from lightning_memo.utils.retained_graph import (
     NOT_RETAINED,
     graph_is_retained,
     refuse_second_derivatives,
 )
+
+
+class WholeStates:
+    """Hidden states of a layer that runs on all its tokens at once.
+
+    Args:
+        call: The layer and its arguments.
+        x: The layer's input, `[batch, tokens, hidden]`.
+        slices: The slices in which the layer runs.
+
+    Attributes:
+        device: Where the layer runs.
+        x_requires_grad: Whether the layer's input needs a gradient.
+    """
+
+    def __init__(self, call: LayerCall, x: Tensor, slices: Sequence[TokenRange]) -> None:
+        self.device, self.x_requires_grad = x.device, x.requires_grad
+        self._dim = call.token_dim
+        self._bounds = [(part.start, part.stop) for part in slices]
+        self._y: TensorBuilder | Tensor | None = None
+        self._dx: TensorBuilder | Tensor | None = None
+        self._dy: Iterator[Tensor] | None = None
+
+    def inputs(self, x: Tensor) -> Iterator[Tensor]:
+        """Return the input of each slice, without history."""
+        return read_parts(x, self._dim, self._bounds)
+
+    def write_output(self, part: TokenRange, y: Tensor) -> None:
+        """Take a slice's part of the layer's output."""
+        self._y = y.detach()
+
+    def take_output(self) -> Tensor:
+        """Return the layer's output, and hold it no longer."""
+        y, self._y = self._y, None
+        assert y is not None
+        return y.take() if isinstance(y, TensorBuilder) else y
+
+    def begin_output_gradient(self, dy: Tensor) -> None:
+        """Take the gradient of the layer's output; slices read their parts, last slice first."""
+        self._dy = read_parts(dy, self._dim, self._bounds[::-1])
+
+    def next_output_gradient(self) -> Tensor | None:
+        """Return the part of the output's gradient of the slice whose turn it is; `None` if the output has none."""
+        if self._dy is None:
+            return None
+        for dy in self._dy:
+            self._forget_gradient()
+            return dy
+        raise AssertionError("every slice has taken its part of the output's gradient")
+
+    def _forget_gradient(self) -> None:
+        self._dy = iter(())  # it need not live longer than the slice needs it
+
+    def drop_output_gradient(self) -> None:
+        """Hold the gradient of the output no longer."""
+        self._dy = None
+
+    def drop_gradients(self) -> None:
+        """Hold no gradients, of which the input's may be incomplete."""
+        self._dy = self._dx = None
+
+    def write_input_gradient(self, part: TokenRange, dx: Tensor) -> None:
+        """Take a slice's part of the gradient of the layer's input."""
+        self._dx = dx
+
+    def take_input_gradient(self) -> Tensor | None:
+        """Return the gradient of the layer's input, and hold it no longer; `None` if there is none."""
+        dx, self._dx = self._dx, None
+        return dx.take() if isinstance(dx, TensorBuilder) else dx
+
+
+class SlicedStates(WholeStates):
+    """Hidden states of a layer that runs slice after slice.
+
+    Args:
+        call: The layer and its arguments.
+        x: The layer's input, `[batch, tokens, hidden]`.
+        slices: The slices in which the layer runs.
+        memory: The host memory for the output and the gradient of the input; `None` if they are on the device.
+    """
+
+    def __init__(self, call: LayerCall, x: Tensor, slices: Sequence[TokenRange], memory: SlotMemory | None) -> None:
+        super().__init__(call, x, slices)
+        self._tokens, self._memory = call.tokens, memory
+        self._rows_at_once = slices[0].tokens * call.batch
+
+    def write_output(self, part: TokenRange, y: Tensor) -> None:
+        self._y = self._written(self._y, part, y)
+
+    def _forget_gradient(self) -> None:
+        """Later slices need their parts."""
+
+    def write_input_gradient(self, part: TokenRange, dx: Tensor) -> None:
+        self._dx = self._written(self._dx, part, dx)
+
+    def _written(self, into: TensorBuilder | Tensor | None, part: TokenRange, t: Tensor) -> TensorBuilder:
+        if not isinstance(into, TensorBuilder):
+            shape = list(t.shape)
+            shape[self._dim] = self._tokens
+            into = TensorBuilder(shape, t.dtype, t.device, self._rows_at_once, self._memory)
+        into.write(self._dim, part.start, local_part(t))
+        return into
+
+
+Core = SlicedAttention | StreamedAttention | StreamedUlysses
+
+
+class CallAttention:
+    """Attention cores of a layer, which the slices of a sequence share.
+
+    Args:
+        engine: Provides kernels.
+        slices: The slices of the sequence as attention sees them.
+        streamed: Whether keys and values of earlier slices come from the host.
+        cores: The cores that earlier slices have made.
+
+    Attributes:
+        slices: The slices of the sequence as attention sees them.
+        cores: The cores, in the order of the layer's attention calls.
+    """
+
+    def __init__(
+        self,
+        engine: EngineServices,
+        slices: Sequence[TokenRange],
+        streamed: bool,
+        cores: list[Core],
+    ) -> None:
+        self._engine, self._streamed = engine, streamed
+        self.slices = tuple(slices)
+        self.cores = cores
+
+    def core(self, number: int, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Core:
+        """Return the core of the attention call `number`; all slices make their calls in the same order."""
+        if number == len(self.cores):
+            if self._streamed:
+                self.cores.append(self._engine.streamed_attention(self.slices))
+            else:
+                self.cores.append(SlicedAttention(self._engine.attention.backend(q, k, v, spec), self.slices))
+        return self.cores[number]
+
+    def end_forward(self) -> None:
+        """No slice runs before the backward."""
+        for core in self.cores:
+            if isinstance(core, SlicedAttention):
+                core.end_forward()
+
+    def rewind(self) -> None:
+        """End a backward that another one may follow."""
+        for core in self.cores:
+            core.rewind()
+
+    def release(self) -> None:
+        """Give back the memory that the cores hold."""
+        while self.cores:
+            self.cores.pop().release()
 
 
 class PartOfRun(Protocol):
@@ -82,6 +241,7 @@ class LayerRun:
         self.states, self.attention, self.handed = states, attention, handed
         self.forward_context = forward_context
         self.side_places, self.routes = traits.locality.side_places, traits.routes
+        self.joint_attention = bool(traits.needs_full_attention)
         self.parts: weakref.WeakSet[PartOfRun] = weakref.WeakSet()
         self._started = self._ended = self._retained = False
 
@@ -130,7 +290,7 @@ class LayerRun:
             raise ValueError(
                 f"{self.call.name} was cut into {len(self.slices)} slices, but its attention is now "
                 "not causal, has an explicit mask or draws dropout: keep attention alike in all steps, or set "
-                'schedule="nest"'
+                "alpha=0"
             )
 
     def check_whole(self, why: str) -> None:
@@ -145,7 +305,7 @@ class LayerRun:
         if self.in_slices:
             raise ValueError(
                 f"{self.call.name} was cut into {len(self.attention.slices)} slices, but now {why}: keep "
-                'its calls alike in all steps, or set storage="alpha" and alpha=0'
+                "its calls alike in all steps, or set alpha=0"
             )
 
     def check_handed(self, why: str) -> None:
@@ -260,6 +420,92 @@ def _note_left(run: weakref.ref[LayerRun]) -> None:
         alive.leave_backward()
 
 
+@dataclass(slots=True)
+class SliceOutput:
+    """The output of a model's layers for one slice of the sequence.
+
+    Attributes:
+        run: The call of the last layer.
+        token: The scalar at which the backward of the slice's layers begins, `[]`.
+        hidden: The last layer's output, without history.
+    """
+
+    run: LayerRun
+    token: Tensor
+    hidden: Tensor
+
+
+class SequenceRun:
+    """A forward of the model slice by slice: the slice that runs, and what its layers share with earlier slices.
+
+    Args:
+        slices: Token ranges that cover the sequence.
+
+    Attributes:
+        index: Number of the slice that runs.
+        output: The output of the layers for the slice that runs, once the last layer has run.
+        all_arguments: The arguments that the layer calls of each slice share.
+    """
+
+    def __init__(self, slices: Sequence[TokenRange]) -> None:
+        self.slices = tuple(slices)
+        self.index = 0
+        self.output: SliceOutput | None = None
+        self.all_arguments: list[SliceArguments] = []
+        self._rng_state: RngState | None = None
+        self._called: set[nn.Module] = set()
+        self._cores: dict[nn.Module, list[Core]] = {}
+        self._handed: dict[nn.Module, RecurrentStates] = {}
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens in the sequence."""
+        return self.slices[-1].stop
+
+    @property
+    def slice(self) -> TokenRange:
+        """The slice that runs."""
+        return self.slices[self.index]
+
+    @property
+    def arguments(self) -> SliceArguments:
+        """The arguments that the layer calls of the running slice share."""
+        return self.all_arguments[self.index]
+
+    def enter(self, call: LayerCall, memory: SlotMemory) -> None:
+        """Note that a layer is called on the slice that runs.
+
+        Args:
+            call: The layer and its arguments.
+            memory: The host memory for the arguments.
+
+        Raises:
+            ValueError: The layer was called on this slice before, or the last layer has run.
+        """
+        if len(self.all_arguments) == self.index:
+            self.all_arguments.append(SliceArguments(memory, self.slice))
+            self._called.clear()
+        if call.layer in self._called or self.output is not None:
+            raise ValueError(
+                f'{call.name} runs twice in a forward, or after the last layer: use stream_from_host="hidden"'
+            )
+        self._called.add(call.layer)
+        self.arguments.add((call.args, call.kwargs))
+
+    def capture_rng(self, device: torch.device) -> RngState:
+        """Capture the random state; slices and layers between which nothing is drawn share one copy."""
+        self._rng_state = RngState.capture(device, self._rng_state)
+        return self._rng_state
+
+    def cores(self, layer: nn.Module) -> list[Core]:
+        """Return the cores of a layer's attention calls, which all slices share."""
+        return self._cores.setdefault(layer, [])
+
+    def handed(self, layer: nn.Module) -> RecurrentStates:
+        """Return the states of a layer's recurrences, which all slices share."""
+        return self._handed.setdefault(layer, RecurrentStates())
+
+
 def run_of_call(
     engine: EngineServices,
     call: LayerCall,
@@ -269,9 +515,10 @@ def run_of_call(
     policy: StoragePolicy,
     traits: LayerTraits,
     *,
+    sequence: SequenceRun | None = None,
     measured: bool = True,
 ) -> LayerRun:
-    """Return the run of a layer call on all tokens of its input.
+    """Return the run of a layer call.
 
     Args:
         engine: Provides kernels, and receives reports.
@@ -281,32 +528,41 @@ def run_of_call(
         slices: Token ranges that cover `x`.
         policy: How the plan stores what the layer saves.
         traits: The traits of the layer.
+        sequence: If the model runs slice by slice, what the call shares with others; `x` is then one slice.
         measured: Whether the call is reported to whoever measures.
     """
     meter = CallMeter(engine, position, len(slices), measured)
-    arguments = CallArguments(call, x)
-    storage = CallStorage(engine.offload_groups, policy, meter, call.layer)
     states = WholeStates(call, x, slices)
     if len(slices) > 1:
         on_host = policy.memory if policy.states_on_host else None
         states = SlicedStates(call, x, slices, on_host)
-    attended = [part.gathered(call.shards) for part in slices]
+    if sequence is None:
+        arguments, handed = CallArguments(call, x), engine.sharing.handed_states(call.layout)
+        of_sequence, cores = slices, list[Core]()
+    else:
+        arguments, handed = ParkedCallArguments(call, x, sequence.arguments), sequence.handed(call.layer)
+        of_sequence, cores = sequence.slices, sequence.cores(call.layer)
+    attended = [part.gathered(call.shards) for part in of_sequence]
     return LayerRun(
-        engine, slices, meter, arguments, storage, states,
-        CallAttention(engine, attended, policy.per_slice), engine.sharing.handed_states(call.layout),
-        _forward_context(call, x, slices, traits), traits,
+        engine, slices, meter, arguments, CallStorage(engine.offload_groups, policy, meter), states,
+        CallAttention(engine, attended, policy.per_slice, cores), handed,
+        _forward_context(call, x, slices, traits, sequence), traits,
     )  # fmt: skip
 
 
-def _forward_context(call: LayerCall, x: Tensor, slices: Sequence[TokenRange], traits: LayerTraits) -> ForwardContext:
-    recomputes, arguments = any(part.recomputes for part in slices), (call.args, call.kwargs)
+def _forward_context(
+    call: LayerCall, x: Tensor, slices: Sequence[TokenRange], traits: LayerTraits, sequence: SequenceRun | None
+) -> ForwardContext:
+    recomputes, in_slices = any(part.recomputes for part in slices), len(slices) > 1
+    # Those that slices of a sequence share wait on the host.
+    arguments = (call.args, call.kwargs) if sequence is None else ()
     state, generators = None, OtherGenerators(())
     if recomputes:
         changing = {id(call.layer.get_buffer(name)) for name in traits.changing}
         state = ForwardState(call.layer, arguments, changing, rewritten=bool(traits.unsliceable))
-    if recomputes or len(slices) > 1:  # otherwise, the layer draws once
+    if recomputes or in_slices:  # otherwise, the layer draws once
         generators = OtherGenerators.of(state or HeldState(call.layer, arguments))
-    rng, autocast = RngState.capture(x.device), ambient_autocast(x.device.type)
-    versions = BufferVersions(call.layer) if len(slices) > 1 else None
-    fp8 = ForwardFp8.of(call.layer) if recomputes else None
-    return ForwardContext(rng, generators, state, autocast, versions, fp8)
+    rng = RngState.capture(x.device) if sequence is None else sequence.capture_rng(x.device)
+    versions = BufferVersions(call.layer) if in_slices or sequence is not None else None
+    fp8 = ForwardFp8.of(call.layer) if recomputes and sequence is None else None
+    return ForwardContext(rng, generators, state, ambient_autocast(x.device.type), versions, fp8)

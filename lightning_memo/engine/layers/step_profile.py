@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from lightning_memo.engine.memory.saved_storages import Registry
-from lightning_memo.engine.saved_tensors.compression import is_per_token
 from lightning_memo.engine.timeline_recorder import Clock, Moment
+from lightning_memo.parallel.local_tensors import local_part
 from lightning_memo.planner.token_slices import SavedBytes
 
 
@@ -49,7 +49,7 @@ class CallProfile:
         products: The matrix products that the recomputation of the first slice computes.
         windows: The window of each attention call; `None` if it sees all earlier keys.
         marks: Points in time, by name.
-        seen: The storages that have been counted, and whether they are compressed if they are swapped.
+        seen: The storages that have been counted.
         batch: Number of sequences in the layer's input.
         tokens: Number of tokens in each sequence.
         slice_tokens: Number of tokens in the first slice.
@@ -62,25 +62,12 @@ class CallProfile:
     products: list[ProductProfile] = field(default_factory=list)
     windows: list[int | None] = field(default_factory=list)
     marks: dict[str, list[Moment]] = field(default_factory=dict)
-    seen: Registry[bool] = field(default_factory=Registry)
+    seen: Registry[None] = field(default_factory=Registry)
 
     def seconds(self, name: str) -> float:
         """Return the sum of the times from `{name}_begin` to `{name}_end`; 0 if there are none."""
         times = zip(self.marks.get(f"{name}_begin", ()), self.marks.get(f"{name}_end", ()), strict=False)
         return sum(Clock.seconds(start, stop) for start, stop in times)
-
-    @property
-    def compressible_bytes(self) -> int:
-        """Bytes of the first slice's tensors that are compressed if they are swapped."""
-        return sum(item.size_bytes for item in self.saved if item.swapped_bytes is not None)
-
-    def swapped_bytes_of(self, *kinds: str) -> int:
-        """Return the bytes of these kinds of tensors in slots, for all tokens."""
-        return sum(item.slot_bytes for item in self.saved if item.kind in kinds) * self.tokens // self.slice_tokens
-
-    def store_exactly(self) -> None:
-        """Compress nothing: layers that run as one slice store all tensors as they are."""
-        self.saved = [replace(item, swapped_bytes=None) for item in self.saved]
 
 
 class StepProfile:
@@ -99,7 +86,6 @@ class StepProfile:
         slice_tokens: Number of tokens in the first slice.
         setup_seconds: Time within the step that was spent on probing layers and allocating memory.
         calls: The profile of each layer call, by its position.
-        most_read_bytes: Most bytes of recomputed tensors that one autograd Function has read.
     """
 
     def __init__(
@@ -108,7 +94,6 @@ class StepProfile:
         self.batch, self.tokens, self.slice_tokens = batch, tokens, slice_tokens
         self.with_products = with_products
         self.setup_seconds = 0.0
-        self.most_read_bytes = 0
         self.calls: dict[int, CallProfile] = {}
         self._clock = Clock(device)
 
@@ -187,26 +172,20 @@ class StepProfile:
         """Add the states among the tensors that were found to be saved: the first slice has none."""
         self._call(index).saved += [item for item in saved if item.kind == "state"]
 
-    def recomputed(
-        self, index: int, t: Tensor, layer: nn.Module, kind: str = "other", swapped_bytes: int | None = None
-    ) -> None:
+    def recomputed(self, index: int, t: Tensor, layer: nn.Module, kind: str = "other") -> None:
         """Add a tensor that would be stored if its slice were swapped; each of its bytes counts once.
-
-        A tensor that is saved compressed, and then by a function that needs exact values, is stored twice.
 
         Args:
             index: Position of the layer call.
             t: The tensor.
             layer: The layer.
             kind: The kind of tensor.
-            swapped_bytes: Its bytes in a slot if it is compressed there; `None` if it is not.
         """
         call = self._call(index)
-        known = call.seen.find(t) if t.numel() else (False, 0)
-        if known is None or (known[0] and swapped_bytes is None):
-            call.seen.add(t, swapped_bytes is not None)
-            per_token = is_per_token(t, layer, (call.slice_tokens, call.batch * call.slice_tokens))
-            call.saved.append(SavedBytes(kind, t.nbytes, per_token, swapped_bytes))
+        if t.numel() and call.seen.find(t) is None:
+            call.seen.add(t, None)
+            per_token = _is_per_token(t, layer, (call.slice_tokens, call.batch * call.slice_tokens))
+            call.saved.append(SavedBytes(kind, t.nbytes, per_token))
 
     def now(self) -> Moment:
         """Return the present point in time."""
@@ -248,3 +227,20 @@ class StepProfile:
 
     def _call(self, index: int) -> CallProfile:
         return self.calls.setdefault(index, CallProfile(self.batch, self.tokens, self.slice_tokens))
+
+
+def _is_per_token(t: Tensor, layer: nn.Module, tokens: Collection[int]) -> bool:
+    """Return whether a tensor has an entry for each token.
+
+    It has one unless all its sizes are sizes of weights (experts get any number of tokens).
+
+    Args:
+        t: The tensor.
+        layer: The layer that saves it.
+        tokens: Numbers of tokens, of one sequence and of all.
+    """
+    if any(size in tokens for size in t.shape):
+        return True
+    weights = [*layer.parameters(), *layer.buffers()]  # quantised ones may be either
+    sizes = {1, *(size for w in weights for size in local_part(w).shape)}
+    return any(size not in sizes for size in t.shape)

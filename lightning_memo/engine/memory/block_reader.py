@@ -9,27 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_memo.engine.copy_streams import CopyEvent, CopyStream
-from lightning_memo.engine.memory.host_arena import LastCopies
+from lightning_memo.engine.memory.host import HostRange
 from lightning_memo.engine.memory.saved_storages import POISON
 from lightning_memo.planner.token_slices import aligned
-
-
-@dataclass(slots=True)
-class HostRange:
-    """A range of bytes on the host that a block reader copies to the device.
-
-    Attributes:
-        size_bytes: Number of bytes.
-        memory: The bytes, uint8 `[size_bytes]`; `None` reads zeros.
-        written: End of the last copy to these bytes.
-        copies: Where a read is noted, if the owner of the bytes may release them while they are read.
-    """
-
-    size_bytes: int
-    memory: Tensor | None
-    written: CopyEvent | None = None
-    copies: LastCopies | None = None
-
 
 # The parts of a block. The ranges of a part follow each other on the device; every part starts at an aligned offset.
 BlockParts = Sequence[Sequence[HostRange]]
@@ -115,13 +97,10 @@ class BlockReader:
         return number, block
 
     def _copy(self, block: DeviceBlock, piece: Tensor, source: HostRange) -> None:
-        if source.memory is None:
-            piece.zero_()
-            return
-        block.arrivals.append(self._prefetch.copy(piece, source.memory, source.written))
-        if source.copies is not None:
-            source.copies.read = block.arrivals[-1]
-        self.bytes_read += source.size_bytes
+        arrival = source.read(piece, self._prefetch)
+        if arrival is not None:
+            block.arrivals.append(arrival)
+            self.bytes_read += source.size_bytes
 
     def _views(self, number: int, sizes: list[int]) -> list[Tensor]:
         leaving, self._leaving[number] = self._leaving[number], None

@@ -1,4 +1,4 @@
-"""Copies between the device and a file on a local disk, through bounce buffers on the host.
+"""A file on a local disk as a place for tensors, which go there and back through bounce buffers on the host.
 
 A copy stream moves bytes between device and host. A few threads move them between host and file, with blocking system
 calls that need neither another copy nor Python's global interpreter lock. One more thread per direction coordinates
@@ -7,6 +7,7 @@ both, so that the training thread only submits work and waits for events.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -22,9 +23,11 @@ from typing import IO
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_memo.artifacts.slot_layouts import DiskLayout, whole_blocks
 from lightning_memo.engine.copy_streams import (
+    CopyError,
     CopyEvent,
     CopyStream,
     Delays,
@@ -34,7 +37,8 @@ from lightning_memo.engine.copy_streams import (
     make_copy_stream,
     use_device,
 )
-from lightning_memo.engine.memory.host_arena import FreeSpace, host_memory
+from lightning_memo.engine.memory.host import host_memory
+from lightning_memo.engine.memory.places import FreeSpace, Room, Store
 from lightning_memo.engine.memory.saved_storages import POISON
 from lightning_memo.engine.timeline_recorder import NOBODY, Subject, TimelineRecorder
 from lightning_memo.utils.units import format_bytes
@@ -334,8 +338,56 @@ class _Reader(_Direction):
         self._file.read(blocks, offset_bytes)
 
 
-class DiskStore:
-    """The spill file and the copies to and from it.
+class DiskRange(Room):
+    """A range of the file.
+
+    Args:
+        store: Copies the bytes.
+        taken: The range.
+    """
+
+    def __init__(self, store: DiskStore, taken: range) -> None:
+        self._store, self._taken = store, taken
+        self._write: DiskWrite | None = None
+        self._arrival: CopyEvent | None = None
+
+    @override
+    def write(self, source: Tensor, *, subject: Subject | None = None) -> CopyEvent:
+        """See :meth:`Room.write`. The last block is padded."""
+        self._store.written_bytes += whole_blocks(source.nbytes)
+        self._write = self._store.writer.write(source, self._taken.start, subject or NOBODY)
+        return self._write.left
+
+    @override
+    def read(self, destination: Tensor, *, subject: Subject | None = None) -> CopyEvent:
+        self._store.read_bytes += whole_blocks(destination.nbytes)
+        reader, start = self._store.reader, self._taken.start
+        self._arrival = reader.read(destination, start, self._write, subject or NOBODY)
+        return self._arrival
+
+    def synchronize(self) -> None:
+        """Block until the bytes that were written are in the file.
+
+        Raises:
+            DiskError: The disk failed.
+        """
+        if self._write is not None:
+            self._write.synchronize()
+
+    @override
+    def release(self) -> None:
+        with contextlib.suppress(DiskError, CopyError):  # was raised where the bytes were needed
+            if self._arrival is not None:
+                self._arrival.wait()
+        with contextlib.suppress(DiskError, CopyError):
+            if self._write is not None:
+                self._write.left.wait()
+                self.synchronize()
+        self._store.file.space.give_back(self._taken)
+
+
+class DiskStore(Store):
+    """A file on a disk, and the copies to and from it.
 
     Args:
         folder: Folder on the disk.
@@ -360,7 +412,7 @@ class DiskStore:
         test_mode: TestMode | None = None,
         recorder: TimelineRecorder | None = None,
     ) -> None:
-        self.sizes = sizes
+        super().__init__(sizes.bounce_bytes)
         self.file = DiskFile(folder, size_bytes)
         if not self.file.direct:
             warnings.warn(
@@ -372,50 +424,35 @@ class DiskStore:
         buffers = memory.split(sizes.chunk_bytes)
         out, back = delays_of(test_mode, 2), delays_of(test_mode, 3)
         stream = make_copy_stream(device, "spill", out, recorder)
-        self._writer = _Writer("out", self.file, stream, buffers[: sizes.write_buffers], device, out)
+        self.writer = _Writer("out", self.file, stream, buffers[: sizes.write_buffers], device, out)
         stream = make_copy_stream(device, "unspill", back, recorder)
-        self._reader = _Reader("back", self.file, stream, buffers[sizes.write_buffers :], device, back)
+        self.reader = _Reader("back", self.file, stream, buffers[sizes.write_buffers :], device, back)
 
-    def take(self, size_bytes: int) -> range | None:
-        """Take a free range of the file, or return `None` if there is none of this size."""
-        return self.file.space.take(whole_blocks(size_bytes))
+    @property
+    @override
+    def rooms(self) -> int:
+        return len(self.file.space)
 
-    def give_back(self, taken: range) -> None:
-        """Free a range that `take` returned."""
-        self.file.space.give_back(taken)
+    @property
+    @override
+    def host_bytes_in_use(self) -> int:
+        return self.host_bytes
 
-    def write(self, source: Tensor, offset_bytes: int, subject: Subject = NOBODY) -> DiskWrite:
-        """Start copying bytes from the device to the file.
+    @override
+    def take(self, size_bytes: int) -> DiskRange | None:
+        taken = self.file.space.take(whole_blocks(size_bytes))
+        return None if taken is None else DiskRange(self, taken)
 
-        Args:
-            source: The bytes, uint8, which must not be changed before they have left the device.
-            offset_bytes: Offset in the file, a multiple of the block size. The last block is padded.
-            subject: The layer call or slice that the bytes belong to, for the recorder.
-        """
-        return self._writer.write(source, offset_bytes, subject)
+    @override
+    def abandon(self) -> None:
+        self.writer.synchronize()
+        self.reader.synchronize()
 
-    def read(
-        self, destination: Tensor, offset_bytes: int, write: DiskWrite | None, subject: Subject = NOBODY
-    ) -> CopyEvent:
-        """Start copying bytes from the file to the device.
-
-        Args:
-            destination: Memory for the bytes, uint8. It is written once the computation submitted so far has ended.
-            offset_bytes: Offset in the file, a multiple of the block size.
-            write: The write that must be in the file first; `None` if the bytes are there.
-            subject: The layer call or slice that the bytes belong to, for the recorder.
-        """
-        return self._reader.read(destination, offset_bytes, write, subject)
-
-    def synchronize(self) -> None:
-        """Block until all submitted work has ended, successfully or not."""
-        self._writer.synchronize()
-        self._reader.synchronize()
-
+    @override
     def close(self) -> None:
         """Wait for the work under way, and free the file's space and the bounce buffers."""
-        self._writer.close()
-        self._reader.close()
+        self.writer.close()
+        self.reader.close()
         self.file.close()
         if self._lock is not None:
             self._lock.release()

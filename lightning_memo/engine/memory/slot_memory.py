@@ -1,13 +1,14 @@
-"""Memory of one plan for offloaded activations: slots, rounding buffers, host arenas, spill file and copy streams.
+"""Memory of one plan for offloaded activations: slots, rounding buffers, places outside of the device, copy streams.
 
 Note: [Slots, buffers and ranges]
 These words are used in the same way throughout the engine.
 
 - A *slot* belongs to one layer call, or to one slice of it where every slice has its own. Its bytes are in a device
-  buffer, in a host buffer, in the spill file, or in two of them while a copy is under way.
+  buffer, in a place outside of the device, or in both while a copy is under way.
+- A *place* is where tensors wait for the backward: the device, the host or the disk (`places.py`).
+- A *share* is the part of a slot that goes to one place. Its bytes are copied to a `Room` in that place.
 - A *buffer* is a uint8 tensor: one of the two *rounding buffers* on the device (MEMO section 4.1), or a *host buffer*,
   which is cut from a `HostArena`.
-- A *share* is the part of a slot that is copied to one destination: the *host share* and the *disk share*.
 - A `SlotView` is the position of one saved tensor in its slot; a `HostRange` is a range of bytes on the host that
   attention reads block by block.
 """
@@ -15,26 +16,17 @@ These words are used in the same way throughout the engine.
 from __future__ import annotations
 
 import contextlib
-import weakref
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lightning_memo.artifacts.slot_layouts import compressed_bytes, whole_blocks
-from lightning_memo.engine.copy_streams import (
-    AllOf,
-    CopyError,
-    CopyEvent,
-    CopyStream,
-    TestMode,
-    delays_of,
-    make_copy_stream,
-)
+from lightning_memo.artifacts.costs import Place
+from lightning_memo.engine.copy_streams import AllOf, CopyError, CopyEvent, TestMode, delays_of, make_copy_stream
 from lightning_memo.engine.memory.block_reader import BlockReader
-from lightning_memo.engine.memory.compressed_values import CompressedValues
-from lightning_memo.engine.memory.disk import DiskError, DiskStore, DiskWrite
-from lightning_memo.engine.memory.host_arena import DeviceArena, HostArena, HostBuffer, LastCopies
+from lightning_memo.engine.memory.host import HostBuffer, HostRange, HostStore
+from lightning_memo.engine.memory.places import Room, Store
 from lightning_memo.engine.memory.saved_storages import POISON, flat, gapless_strides, is_dense
 from lightning_memo.engine.timeline_recorder import NOBODY, Subject, TimelineRecorder
 from lightning_memo.planner.token_slices import aligned
@@ -52,7 +44,6 @@ class SlotView:
         stride: Strides of the tensor, in elements.
         shift_bytes: Distance from `offset_bytes` to the tensor's first element.
         compact: Whether the tensor had gaps and was copied without them.
-        compressed: Number and data type of the values, if they are compressed; `None` if they are as they were.
     """
 
     offset_bytes: int
@@ -62,7 +53,6 @@ class SlotView:
     stride: tuple[int, ...]
     shift_bytes: int = 0
     compact: bool = False
-    compressed: tuple[int, torch.dtype] | None = None
 
     def view_like(self, t: Tensor, shift_bytes: int) -> SlotView:
         """Return a view of the same bytes with the dtype, shape and strides of `t`, which lies inside them."""
@@ -73,31 +63,27 @@ class SlotView:
 
 @dataclass(slots=True)
 class SlotShare:
-    """The bytes `[start, stop)` of a slot, which all go to the same destination and are filled from the start.
+    """The bytes `[start, stop)` of a slot, which all go to the same place and are filled from the start.
 
     Attributes:
         start: First byte in the slot.
         stop: End of the share in the slot.
         used_bytes: Number of bytes that have been filled.
-        copied_bytes: Number of filled bytes whose copy to the destination has been started.
-        offload: End of the last copy out of the device buffer.
-        pieces: Ends of the copies to the host so far, each with the end of its bytes in the share.
+        copied_bytes: Number of filled bytes whose copy to the place has been started.
+        room: Where the bytes go; `None` if they are on the device.
+        left: End of the copies out of the device buffer.
     """
 
     start: int
     stop: int
     used_bytes: int = 0
     copied_bytes: int = 0
-    offload: CopyEvent | None = None
-    pieces: list[tuple[int, CopyEvent]] = field(default_factory=list)
+    room: Room | None = None
+    left: CopyEvent | None = None
 
     @property
     def size_bytes(self) -> int:
         return self.stop - self.start
-
-    def arrival(self, stop: int) -> CopyEvent | None:
-        """Return the end of the copy after which the bytes up to `stop` are at the destination."""
-        return next((event for end, event in self.pieces if end >= stop), self.offload)
 
     def take(self, size_bytes: int) -> int | None:
         """Reserve bytes and return their offset in the slot, or `None` if the share is too full."""
@@ -107,54 +93,52 @@ class SlotShare:
         self.used_bytes = min(self.used_bytes + aligned(size_bytes), self.size_bytes)
         return start
 
-    def of(self, buffer: Tensor, first: int, last: int) -> Tensor:
-        """Return the bytes `[first, last)` of this share in the slot's device buffer."""
-        return buffer[self.start + first : self.start + last]
+    def write(self, buffer: Tensor, store: Store, subject: Subject) -> None:
+        """Start copying the bytes from the slot's device buffer to a place, if there is room."""
+        stop = self.used_bytes
+        self.room = store.take(stop)
+        if self.room is not None:
+            self.left = self.room.write(buffer[self.start : self.start + stop], subject=subject)
+            self.copied_bytes = stop
+
+    def read(self, buffer: Tensor, subject: Subject) -> CopyEvent | None:
+        """Start copying the bytes back to the slot's device buffer; returns the end of the copy, if there is any."""
+        if self.room is None:
+            return None
+        return self.room.read(buffer[self.start : self.start + self.copied_bytes], subject=subject)
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
     """The saved bytes of one layer call; see the note at the top of this file.
 
-    The host share lies at the front of the device buffer, and the disk share behind it.
-
     Attributes:
         buffer: Device buffer, uint8; `None` while the bytes are elsewhere.
-        to_host: The host share.
-        to_disk: The disk share.
+        shares: The shares of all places, in the order in which they lie in the device buffer.
         swap: Whether the slot leaves the device.
         rounding: Number of the rounding buffer that the slot occupies, if it occupies one.
-        host: Host buffer, uint8.
-        disk: Range of the spill file.
-        write: Write of the disk share to the spill file.
         fetch: End of the copy back to the device, until the computation has waited for it.
-        copies: The last copy from the host buffer.
         in_backward: Whether the layer call's backward is running.
         released: Whether the buffers have been given back.
         subject: The layer call, for the recorder.
     """
 
     buffer: Tensor | None
-    to_host: SlotShare
-    to_disk: SlotShare
+    shares: dict[Place, SlotShare]
     swap: bool = False
     rounding: int | None = None
-    host: Tensor | None = None
-    disk: range | None = None
-    write: DiskWrite | None = None
     fetch: CopyEvent | None = None
-    copies: LastCopies = field(default_factory=LastCopies)
     in_backward: bool = False
     released: bool = False
     subject: Subject = NOBODY
 
     @property
     def used_bytes(self) -> int:
-        return self.to_host.used_bytes + self.to_disk.used_bytes
+        return sum(share.used_bytes for share in self.shares.values())
 
     @property
     def capacity_bytes(self) -> int:
-        return self.to_disk.stop
+        return sum(share.size_bytes for share in self.shares.values())
 
     @property
     def can_leave(self) -> bool:
@@ -162,49 +146,39 @@ class Slot:
 
         A slot into which the plan puts nothing can leave too.
         """
-        elsewhere = self.host is not None or self.disk is not None or self.used_bytes == 0
-        gone = all(share.copied_bytes == share.used_bytes for share in (self.to_host, self.to_disk))
-        return elsewhere and gone and not self.in_backward and self.fetch is None
+        gone = all(share.copied_bytes == share.used_bytes for share in self.shares.values())
+        return gone and not self.in_backward and self.fetch is None
 
     def wait_for_offload(self) -> None:
         """Make the computation wait until all bytes have been copied out of the device buffer."""
-        for share in (self.to_host, self.to_disk):
-            if share.offload is not None:
-                share.offload.wait()
+        for share in self.shares.values():
+            if share.left is not None:
+                share.left.wait()
 
-    def put(self, t: Tensor, spill: bool = False, compress: bool = False) -> SlotView | None:
+    def put(self, t: Tensor, place: Place = "host") -> SlotView | None:
         """Copy `t` into the slot, without its gaps if it has any.
 
         Args:
             t: A tensor on the device.
-            spill: Whether the tensor goes to the disk instead of the host.
-            compress: Whether it is compressed; see `compressed_values.py`.
+            place: Where the tensor goes.
 
         Returns:
             The tensor's position, or `None` if the share is too full.
         """
         assert self.buffer is not None
-        size_bytes = compressed_bytes(t.numel(), t.itemsize) if compress else t.nbytes
-        start = (self.to_disk if spill else self.to_host).take(size_bytes)
+        start = self.shares[place].take(t.nbytes)
         if start is None:
             return None
-        target, dense = self.buffer[start : start + size_bytes], is_dense(t)
+        target, dense = self.buffer[start : start + t.nbytes].view(t.dtype), is_dense(t)
         strides = t.stride() if dense else gapless_strides(t.shape, t)
-        if compress:
-            values = t if dense else torch.empty_strided(t.shape, strides, dtype=t.dtype, device=t.device).copy_(t)
-            CompressedValues(target, t.numel(), t.dtype).write(flat(values))
-        elif dense:
-            target.view(t.dtype).copy_(flat(t))
+        if dense:
+            target.copy_(flat(t))
         else:
-            target = target.view(t.dtype)
             torch.as_strided(target, t.shape, strides, target.storage_offset()).copy_(t)
-        compressed = (t.numel(), t.dtype) if compress else None
-        return SlotView(start, size_bytes, t.dtype, tuple(t.shape), strides, compact=not dense, compressed=compressed)
+        return SlotView(start, t.nbytes, t.dtype, tuple(t.shape), strides, compact=not dense)
 
     def load(self, view: SlotView) -> Tensor:
         """Return the tensor of a view; the computation waits until its bytes are on the device.
-
-        A compressed tensor is restored into memory of its own, each time it is loaded.
 
         Raises:
             RuntimeError: The slot has been released.
@@ -219,16 +193,17 @@ class Slot:
             self.fetch = None
         assert self.buffer is not None
         first = view.offset_bytes
-        data = self.buffer[first : first + view.size_bytes]
-        if view.compressed is not None:
-            data = CompressedValues(data, *view.compressed).read()
-        data = data.view(view.dtype)
+        data = self.buffer[first : first + view.size_bytes].view(view.dtype)
         shift = data.storage_offset() + view.shift_bytes // view.dtype.itemsize
         return torch.as_strided(data, view.shape, view.stride, shift)
 
-
-PIECE_BYTES = 256 << 20
-"""Longest copy to the host. Attention waits only for the piece that has its keys, and not for all that follow."""
+    def host_range(self, view: SlotView) -> HostRange:
+        """Return where the bytes of a view are after they have left the device, or on the device if they stay there."""
+        share = self.shares["host"]
+        if isinstance(share.room, HostBuffer):
+            return share.room.range(view.offset_bytes - share.start, view.size_bytes)
+        assert self.buffer is not None
+        return HostRange(view.size_bytes, self.buffer[view.offset_bytes : view.offset_bytes + view.size_bytes])
 
 
 class RoundingBuffers:
@@ -297,142 +272,113 @@ class MemoryStats:
         overflow_bytes: Bytes of saved tensors that did not fit in their slot and stayed on the device.
         unplanned_slots: Layer calls whose rounding buffer was occupied, for which memory was allocated instead.
         peak_host_bytes: Largest number of host bytes in use.
-        offloaded_bytes: Bytes copied from the device to host buffers.
-        fetched_bytes: Bytes copied from host buffers to the device.
-        spilled_bytes: Bytes written to the disk, in complete blocks.
-        unspilled_bytes: Bytes read from the disk, in complete blocks.
     """
 
     overflow_bytes: int = 0
     unplanned_slots: int = 0
     peak_host_bytes: int = 0
-    offloaded_bytes: int = 0
-    fetched_bytes: int = 0
-    spilled_bytes: int = 0
-    unspilled_bytes: int = 0
 
 
-@dataclass(slots=True)
 class SlotMemory:
-    """Rounding buffers, host arenas and copy streams of one plan (MEMO section 4.1).
+    """Rounding buffers, places outside of the device and copy streams of one plan (MEMO section 4.1).
 
     Layer calls `i` and `i + 2` share a rounding buffer. Call `i + 2` takes it once the copy of call `i` to the host has
     ended. In the backward, call `i` is fetched into it when the backward of call `i + 2` is over.
 
-    Attributes:
+    Args:
         slot_bytes: Size of the largest slot.
-        host_bytes: Host memory of the plan, including `gradient_bytes`, `state_bytes` and the spill's bounce buffers.
+        host_bytes: Host memory of the plan, including `gradient_bytes`, `state_bytes` and what other places take.
         device: Where the layers run.
         test_mode: Random delays and poisoned buffers that reveal copy races.
         gradient_bytes: Host memory for gradients of keys and values.
-        spill: The spill file and its copy streams, if the plan spills.
         state_bytes: Host memory for hidden states between layers, and for their gradients.
         recorder: Records copies and the computation's waits for them.
         device_bytes: Memory of the device that stands in for host memory, for slots that the host has no space for.
+        others: The places besides the host.
+
+    Attributes:
         stats: Counters of the execution.
-        arena: Host arena of the slots.
-        gradient_arena: Host arena of the gradients of keys and values.
-        state_arena: Host arena of the hidden states.
+        host: Host memory of the slots.
+        gradients: Host memory of the gradients of keys and values.
+        states: Host memory of the hidden states.
+        stores: The places to which shares of slots go.
     """
 
-    slot_bytes: int
-    host_bytes: int
-    device: torch.device
-    test_mode: TestMode | None = None
-    gradient_bytes: int = 0
-    spill: DiskStore | None = None
-    state_bytes: int = 0
-    recorder: TimelineRecorder | None = None
-    device_bytes: int = 0
-    stats: MemoryStats = field(default_factory=MemoryStats)
-    arena: HostArena = field(init=False)
-    gradient_arena: HostArena = field(init=False)
-    state_arena: HostArena = field(init=False)
-    _host_buffers: weakref.WeakSet[HostBuffer] = field(init=False, default_factory=weakref.WeakSet)
-    _rounding: RoundingBuffers = field(init=False)
-    _offload: CopyStream = field(init=False)
-    _prefetch: CopyStream = field(init=False)
-
-    def __post_init__(self) -> None:
-        pinned = self.device.type == "cuda"
-        slots_bytes = self.host_bytes - self.gradient_bytes - self.state_bytes - self._bounce_bytes
-        self.arena = HostArena(slots_bytes, pinned, DeviceArena(self.device_bytes, self.device))
-        # Gradients are allocated while slots are released. An arena of their own keeps them from finding only gaps that
+    def __init__(
+        self,
+        slot_bytes: int,
+        host_bytes: int,
+        device: torch.device,
+        test_mode: TestMode | None = None,
+        *,
+        gradient_bytes: int = 0,
+        state_bytes: int = 0,
+        recorder: TimelineRecorder | None = None,
+        device_bytes: int = 0,
+        others: Mapping[Place, Store] | None = None,
+    ) -> None:
+        self.slot_bytes, self.host_bytes, self.device_bytes, self.device = slot_bytes, host_bytes, device_bytes, device
+        self.stats = MemoryStats()
+        self._recorder, self._poison, others = recorder, test_mode is not None, others or {}
+        self._rounding = RoundingBuffers(slot_bytes, device, self._poison)
+        self._offload = make_copy_stream(device, "offload", delays_of(test_mode, 0), recorder)
+        self._prefetch = make_copy_stream(device, "prefetch", delays_of(test_mode, 1), recorder)
+        slots_bytes = host_bytes - gradient_bytes - state_bytes - sum(store.host_bytes for store in others.values())
+        self.host = self._host_store(slots_bytes, device_bytes)
+        # Gradients are allocated while slots are released. A store of their own keeps them from finding only gaps that
         # are too small.
-        self.gradient_arena = HostArena(self.gradient_bytes, pinned)
-        self.state_arena = HostArena(self.state_bytes, pinned)
-        self._rounding = RoundingBuffers(self.slot_bytes, self.device, poison=self.test_mode is not None)
-        self._offload = make_copy_stream(self.device, "offload", delays_of(self.test_mode, 0), self.recorder)
-        self._prefetch = make_copy_stream(self.device, "prefetch", delays_of(self.test_mode, 1), self.recorder)
+        self.gradients, self.states = self._host_store(gradient_bytes), self._host_store(state_bytes)
+        self.stores: dict[Place, Store] = {"host": self.host, **others}
+        self._all_stores = (*self.stores.values(), self.gradients, self.states)
+
+    def _host_store(self, size_bytes: int, spare_bytes: int = 0) -> HostStore:
+        return HostStore(size_bytes, self.device, self._offload, self._prefetch, self._poison, spare_bytes)
 
     @property
-    def _bounce_bytes(self) -> int:
-        return 0 if self.spill is None else self.spill.sizes.bounce_bytes
+    def offloaded_bytes(self) -> int:
+        """Bytes copied from the device to other places so far."""
+        return sum(store.written_bytes for store in self._all_stores)
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes copied back to the device so far, apart from the blocks that attention reads."""
+        return sum(store.read_bytes for store in self._all_stores)
 
     @property
     def slots_in_use(self) -> int:
-        """Number of host buffers, ranges of the spill file and rounding buffers in use."""
-        count = sum(arena.buffers_in_use for arena in self._arenas)
-        count += 0 if self.spill is None else len(self.spill.file.space)
-        return count + self._rounding.in_use
-
-    @property
-    def _arenas(self) -> tuple[HostArena, ...]:
-        return self.arena, self.gradient_arena, self.state_arena
+        """Number of rooms in other places and of rounding buffers in use."""
+        return sum(store.rooms for store in self._all_stores) + self._rounding.in_use
 
     def buffer_owner(self, t: Tensor) -> Slot | Tensor | None:
         """What occupies the rounding buffer in which a tensor lies; `None` outside of these."""
         return self._rounding.buffer_owner(t)
 
-    def lease(self, call: int, swap: bool, disk_bytes: int = 0) -> Slot:
+    def lease(self, call: int, swap: bool, sizes: Mapping[Place, int] | None = None) -> Slot:
         """Return a slot with a device buffer that the forward can write into.
 
         Args:
             call: Number of the layer call.
             swap: Whether the slot leaves the device.
-            disk_bytes: Bytes of the slot that go to the disk; the others go to the host.
+            sizes: Bytes of the slot that go to places other than the host, to which the others go.
         """
-        split = self.slot_bytes - disk_bytes
-        slot = Slot(None, SlotShare(0, split), SlotShare(split, self.slot_bytes), swap)
-        if self.recorder is not None:
-            slot.subject = self.recorder.subject
+        sizes, shares, start = sizes or {}, dict[Place, SlotShare](), 0
+        sizes = {"host": self.slot_bytes - sum(sizes.values()), **sizes}
+        for place, size_bytes in sizes.items():
+            shares[place] = SlotShare(start, start + size_bytes)
+            start += size_bytes
+        slot = Slot(None, shares, swap)
+        if self._recorder is not None:
+            slot.subject = self._recorder.subject
         self._enter_device(slot, call)
-        if swap and disk_bytes and self.spill is not None:
-            slot.disk = self.spill.take(disk_bytes)
         return slot
 
     def offload(self, slot: Slot) -> None:
-        """Start copying the bytes of a slot, into which nothing more is put, to the host and the disk."""
-        self._offload_to_host(slot)
-        if slot.disk is not None and self.spill is not None:
-            self._offload_to_disk(slot, slot.disk, self.spill)
-
-    def _offload_to_host(self, slot: Slot) -> None:
-        share = slot.to_host
-        stop = share.used_bytes
-        if not stop or not slot.swap:
-            return
-        slot.host = self.arena.acquire(stop)
-        self._note_peak()
-        if slot.host is None:
-            return
-        assert slot.buffer is not None
-        for first in range(0, stop, PIECE_BYTES):
-            last = min(first + PIECE_BYTES, stop)
-            share.offload = self._offload.copy(slot.host[first:last], share.of(slot.buffer, first, last))
-            share.pieces.append((last, share.offload))
-        share.copied_bytes = stop
-        self.stats.offloaded_bytes += stop
-
-    def _offload_to_disk(self, slot: Slot, disk: range, spill: DiskStore) -> None:
-        share = slot.to_disk
-        stop = share.used_bytes
-        if not stop:
-            return
-        assert slot.buffer is not None
-        slot.write = spill.write(share.of(slot.buffer, 0, stop), disk.start, slot.subject)
-        share.offload, share.copied_bytes = slot.write.left, stop
-        self.stats.spilled_bytes += whole_blocks(stop)
+        """Start copying the bytes of a slot, into which nothing more is put, to the places of its shares."""
+        for place, share in slot.shares.items():
+            if share.used_bytes and slot.swap:
+                assert slot.buffer is not None
+                share.write(slot.buffer, self.stores[place], slot.subject)
+                self._note_peak()
 
     def fetch(self, slot: Slot, call: int, ahead: bool = False) -> None:
         """Start copying a slot back to the device, unless it is there.
@@ -446,24 +392,14 @@ class SlotMemory:
             return
         self._enter_device(slot, call)
         assert slot.buffer is not None
-        arrivals = []
-        if stop := slot.to_host.copied_bytes:
-            assert slot.host is not None
-            slot.copies.read = self._prefetch.copy(
-                slot.buffer[:stop], slot.host[:stop], slot.to_host.offload, subject=slot.subject
-            )
-            arrivals.append(slot.copies.read)
-            self.stats.fetched_bytes += stop
-        if stop := slot.to_disk.copied_bytes:
-            assert slot.disk is not None and self.spill is not None
-            target = slot.to_disk.of(slot.buffer, 0, stop)
-            arrivals.append(self.spill.read(target, slot.disk.start, slot.write, slot.subject))
-            self.stats.unspilled_bytes += whole_blocks(stop)
-        slot.fetch = AllOf(arrivals)
+        arrivals = [share.read(slot.buffer, slot.subject) for share in slot.shares.values()]
+        slot.fetch = AllOf([arrival for arrival in arrivals if arrival is not None])
 
     def rest(self, slot: Slot) -> None:
         """End the use of a slot by a backward that another one may follow: its device buffer can be reused."""
-        _end(slot.fetch)
+        if slot.fetch is not None:
+            with contextlib.suppress(OSError, CopyError):  # was raised where the bytes were needed
+                slot.fetch.wait()
         slot.fetch, slot.in_backward = None, False
         if slot.rounding is None and slot.can_leave:
             slot.buffer = None
@@ -473,92 +409,50 @@ class SlotMemory:
         if slot.released:
             return
         slot.released = True
-        for event in (slot.to_host.offload, slot.to_disk.offload, slot.fetch, slot.write):
-            _end(event)
+        for share in slot.shares.values():
+            if share.room is not None:
+                share.room.release()
+                share.room = None
         self._rounding.leave(slot)
-        if slot.host is not None:
-            if self.test_mode is not None:
-                for event in (slot.to_host.offload, slot.copies.read):
-                    _end(event, for_cpu=True)  # the CPU writes the poison at once
-                slot.host.fill_(POISON)
-            self.arena.release(slot.host)
-            slot.host = None
-        if slot.disk is not None and self.spill is not None:
-            self.spill.give_back(slot.disk)
-            slot.disk = None
 
-    def take_host_buffer(self, size_bytes: int, arena: HostArena | None = None) -> HostBuffer:
-        """Acquire a buffer outside of slots: on the host, or on the device if the arena is too full.
+    def take_host_buffer(self, size_bytes: int, store: HostStore | None = None) -> HostBuffer:
+        """Take a buffer outside of slots: on the host, or on the device if the host memory is too full.
 
         Args:
             size_bytes: Size of the buffer.
-            arena: The host arena to take it from; `None` is the arena of the slots.
+            store: The host memory to take it from; `None` is that of the slots.
         """
-        arena = self.arena if arena is None else arena
-        memory = arena.acquire(size_bytes)
-        if memory is None:
+        store = store or self.host
+        buffer = store.take(size_bytes)
+        if buffer is None:
             self.stats.overflow_bytes += size_bytes
-            memory = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
-            buffer = HostBuffer(memory, None, False)
-        else:
-            self._note_peak()
-            buffer = HostBuffer(memory, arena, poison=self.test_mode is not None)
-        self._host_buffers.add(buffer)
+            return store.stand_in(size_bytes)
+        self._note_peak()
         return buffer
 
     def abandon(self) -> None:
-        """Clean up after an interrupted step: wait for its copies and release all host buffers outside of slots."""
+        """Clean up after an interrupted step: wait for its copies and release all host buffers."""
         for stream in (self._offload, self._prefetch):
             with contextlib.suppress(CopyError):  # was raised where the bytes were needed
                 stream.synchronize()
-        if self.spill is not None:
-            self.spill.synchronize()
-        for buffer in list(self._host_buffers):
-            buffer.release()
-
-    def copy_to_host(self, buffer: HostBuffer, start: int, source: Tensor) -> CopyEvent:
-        """Start copying the bytes of `source` from the device to a host buffer, from byte `start` on."""
-        self.stats.offloaded_bytes += source.nbytes
-        event = self._offload.copy(buffer.memory[start : start + source.nbytes], source)
-        buffer.copies.write = event
-        return event
-
-    def copy_from_host(self, destination: Tensor, buffer: HostBuffer, start: int = 0) -> CopyEvent:
-        """Start filling `destination` on the device with the bytes of a host buffer, from byte `start` on."""
-        self.stats.fetched_bytes += destination.nbytes
-        source = buffer.memory[start : start + destination.nbytes]
-        event = self._prefetch.copy(destination, source, buffer.copies.write)
-        buffer.copies.read = event
-        return event
+        for store in self._all_stores:
+            store.abandon()
 
     def reader(self, buffers: int, size_bytes: int) -> BlockReader:
         """Return a block reader with `buffers` device buffers of `size_bytes` in total."""
-        return BlockReader(self.device, self._prefetch, buffers, self.test_mode is not None, size_bytes)
+        return BlockReader(self.device, self._prefetch, buffers, self._poison, size_bytes)
 
     def close(self) -> None:
-        """Stop the copy streams and free the memory and the spill file."""
-        if self.spill is not None:
-            self.spill.close()
+        """Stop the copy streams and free the memory of all places."""
         self._offload.close()
         self._prefetch.close()
-        for buffer in list(self._host_buffers):  # what still refers to them must not read freed memory
-            buffer.release()
-        for arena in self._arenas:
-            arena.close()
+        for store in self._all_stores:
+            store.close()
 
     def _enter_device(self, slot: Slot, call: int) -> None:
         if not self._rounding.enter(slot, call):
             self.stats.unplanned_slots += 1
 
     def _note_peak(self) -> None:
-        in_use = sum(arena.bytes_in_use for arena in self._arenas) + self._bounce_bytes
+        in_use = sum(store.host_bytes_in_use for store in self._all_stores)
         self.stats.peak_host_bytes = max(self.stats.peak_host_bytes, in_use)
-
-
-def _end(event: CopyEvent | DiskWrite | None, for_cpu: bool = False) -> None:
-    """Wait for the end of a copy. The error of a failed copy was raised where its bytes were needed."""
-    with contextlib.suppress(DiskError, CopyError):
-        if isinstance(event, DiskWrite) or (event is not None and for_cpu):
-            event.synchronize()
-        elif event is not None:
-            event.wait()

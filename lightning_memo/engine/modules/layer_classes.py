@@ -12,8 +12,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from lightning_memo.artifacts.plan import Attention, HostBacked, Schedule
-from lightning_memo.artifacts.slot_layouts import SwapPrecision
+from lightning_memo.artifacts.plan import Attention, StreamFromHost
 from lightning_memo.engine.copy_streams import TestMode
 from lightning_memo.engine.forward.collected_outputs import collecting_nothing
 from lightning_memo.engine.forward.layer_call import LayerCall
@@ -38,18 +37,15 @@ class RequestedSettings:
 
     Attributes:
         attention: Attention kernel; "auto" measures the kernels in the first profiled step and takes the fastest.
-        schedule: "auto"; "layer" or "nest" to force the order of slices; "slice" to run the whole model on one slice
-            after the other.
         slice_tokens: Longest slice; `None` if slices may have any length.
-        host_backed: What lives on the host: see :class:`~lightning_memo.artifacts.plan.SwapPlan`. "auto" is
+        stream_from_host: What lives on the host: see :class:`~lightning_memo.artifacts.plan.SwapPlan`. "auto" is
             "attention" if `slice_tokens` is given and the layers can run slice after slice.
-        storage: "kinds" if plans name a place for each kind of tensor, "alpha" if alpha alone decides, "auto" if the
-            layers that a profiled step has seen do.
+        joint_attention: Whether attention runs over all slices of a layer at once also where it need not.
+        by_kind: Whether plans may name a place for each kind of tensor; otherwise alpha alone decides.
         stacks: Number of stacks to which the layers belong.
         divided: Whether processes share the tokens of a sequence.
         disk_path: Folder on a disk for the layer calls that a plan spills.
         test_mode: Random delays and poisoned buffers, to bring out copy races.
-        swap_precision: "fp8" if swapped activations are compressed where that is possible, otherwise "exact".
         check_slices: Whether layers in slices are compared with whole layers while training.
         why_not_fp8: With which setting layers with modules of TransformerEngine do not compute in FP8, and what to set;
             empty if they do.
@@ -57,36 +53,31 @@ class RequestedSettings:
     """
 
     attention: Attention | Literal["auto"] = "auto"
-    schedule: str = "auto"
     slice_tokens: int | None = None
-    host_backed: HostBacked | Literal["auto"] = "none"
-    storage: Literal["auto", "alpha", "kinds"] = "alpha"
+    stream_from_host: StreamFromHost | Literal["auto"] = "none"
+    joint_attention: bool = False
+    by_kind: bool = False
     stacks: int = 1
     divided: bool = False
     disk_path: Path | None = None
     test_mode: TestMode | None = None
     check_slices: bool = True
-    swap_precision: SwapPrecision = "exact"
     why_not_fp8: str = ""
     host_limit: Callable[[], float] = lambda: math.inf
 
-    def check(self, traits: LayerTraits, tokens: int, by_slices: bool) -> None:
+    def check(self, traits: LayerTraits, by_slices: bool) -> None:
         """Refuse layers that cannot run by the settings.
 
         Args:
             traits: The traits of a layer.
-            tokens: Number of tokens in the layer's input.
             by_slices: Whether processes divided each slice of the batch. Attention of all tokens at once would take
                 them in a wrong order.
 
         Raises:
-            ValueError: `storage` is "kinds", and the layer cannot be cut; or the batch is laid out for slices, and
-                it cannot run slice after slice.
+            ValueError: The batch is laid out for slices, and the layer cannot run slice after slice.
         """
         if by_slices and (why := traits.unsliceable or traits.needs_full_attention):
             raise self.backing_error(why)
-        if self.storage == "kinds" and tokens >= 2 and traits.unsliceable:
-            raise ValueError(f'storage="kinds" runs layers in slices, but {traits.unsliceable}: use storage="alpha"')
 
     def too_short(self, batch: int, tokens: int) -> bool:
         """Return whether an input has nothing to swap or recompute, or a single token where layers run in slices.
@@ -97,23 +88,24 @@ class RequestedSettings:
         """
         if self.divided:
             return False
-        in_slices = self.storage == "kinds" or (self.slice_tokens is not None and self.host_backed != "none")
+        in_slices = self.slice_tokens is not None and self.stream_from_host != "none"
         return batch * tokens == 0 or (tokens < 2 and in_slices)
 
     @property
     def may_stream(self) -> bool:
         """Whether keys and values may be on the host.
 
-        If processes share tokens, a batch is laid out for slices before the layers are known. `host_backed` then has to
-        name what lives on the host: "auto" is not enough.
+        If processes share tokens, a batch is laid out for slices before the layers are known. `stream_from_host` then
+        has to name what lives on the host: "auto" is not enough.
         """
-        by_name = self.host_backed in ("attention", "all")
-        return self.slice_tokens is not None and (by_name or (self.host_backed == "auto" and not self.divided))
+        if self.slice_tokens is None or self.stream_from_host == "none":
+            return False
+        return self.stream_from_host != "auto" or not self.divided
 
     @property
     def states_on_host(self) -> bool:
         """Whether hidden states between layers are to be on the host."""
-        return self.may_stream and self.host_backed == "all" and self.schedule != "slice"
+        return self.may_stream and self.stream_from_host == "hidden"
 
     @property
     def probed_tokens(self) -> int | None:
@@ -129,10 +121,10 @@ class RequestedSettings:
         Args:
             traits: The traits of the first layer.
         """
-        whole = traits.unsliceable or traits.needs_full_attention or self.schedule == "nest"
+        whole = traits.unsliceable or traits.needs_full_attention or self.joint_attention
         return None if whole or (self.divided and not self.may_stream) else self.slice_tokens
 
-    def backing(self, traits: LayerTraits, tokens: int, sliced: bool) -> HostBacked:
+    def backing(self, traits: LayerTraits, tokens: int, sliced: bool) -> StreamFromHost:
         """Return what lives on the host while layers are profiled.
 
         Args:
@@ -141,18 +133,18 @@ class RequestedSettings:
             sliced: Whether the batch is laid out for slices already.
 
         Raises:
-            ValueError: `host_backed` puts keys and values on the host, and layers cannot run slice after slice.
+            ValueError: `stream_from_host` is given, and layers cannot run slice after slice.
         """
         if self.slice_tokens is None or not self.may_stream or (tokens <= self.slice_tokens and not sliced):
             return "none"
         why = traits.unsliceable or traits.needs_full_attention
-        if self.host_backed == "auto":
-            return "none" if why or self.schedule == "nest" else "attention"
+        if self.stream_from_host == "auto":
+            return "none" if why or self.joint_attention else "attention"
         if why:
             raise self.backing_error(why)
-        return self.host_backed
+        return self.stream_from_host
 
-    def backing_of_whole_layers(self, profiled: HostBacked, why: str) -> HostBacked:
+    def backing_of_whole_layers(self, profiled: StreamFromHost, why: str) -> StreamFromHost:
         """Return what lives on the host by a plan whose layers run as one slice.
 
         Args:
@@ -160,9 +152,9 @@ class RequestedSettings:
             why: Why some layer has to run as one slice.
 
         Raises:
-            ValueError: `host_backed` puts keys and values on the host.
+            ValueError: `stream_from_host` is given.
         """
-        if profiled == "none" or self.host_backed == "auto":
+        if profiled == "none" or self.stream_from_host == "auto":
             return "none"
         raise self.backing_error(why)
 
@@ -172,10 +164,9 @@ class RequestedSettings:
         Args:
             why: Why layers have to run as one slice.
         """
-        if self.schedule == "slice":  # decides where tensors live, whatever `host_backed` is
-            return ValueError(f'schedule="slice" runs layers slice after slice, but {why}: use schedule="layer"')
         return ValueError(
-            f'host_backed="{self.host_backed}" runs layers slice after slice, but {why}: set host_backed="none"'
+            f'stream_from_host="{self.stream_from_host}" runs layers slice after slice, but {why}: set '
+            'stream_from_host="none"'
         )
 
 
@@ -247,11 +238,9 @@ class LayerClasses:
         return next((traits.needs_full_attention for traits in (*self, self.agreed) if traits.needs_full_attention), "")
 
     @property
-    def schedule(self) -> Schedule:
-        """The schedule of the model's layers: "nest" if it was requested or some layer needs it."""
-        if self._settings.schedule == "nest" or self.needs_full_attention:
-            return "nest"
-        return "slice" if self._settings.schedule == "slice" else "layer"
+    def joint_attention(self) -> bool:
+        """Whether attention runs over all slices of a layer at once: it was requested, or some layer needs it."""
+        return self._settings.joint_attention or bool(self.needs_full_attention)
 
     def of(self, call: LayerCall, x: Tensor) -> LayerTraits:
         """Return the traits of a layer, which are found before its first run, and those that were agreed on.
@@ -323,7 +312,7 @@ class LayerClasses:
             )
         traits = self._probe(call, x, kind)
         why = locality.why_not or traits.unsliceable
-        if not why and locality.hands_states and (traits.needs_full_attention or self._settings.schedule == "nest"):
+        if not why and locality.hands_states and (traits.needs_full_attention or self._settings.joint_attention):
             why = f"{call.name} hands a state from token to token, and attention needs all tokens at once"
         return replace(traits, unsliceable=why, locality=locality)
 

@@ -10,11 +10,14 @@ import contextlib
 import copy
 import functools
 import inspect
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
@@ -273,3 +276,38 @@ def _as_written(module: nn.Module) -> Callable[..., Any]:
         return module(*args, **kwargs)
 
     return forward
+
+
+# The stance of the compiler is one for all threads: the first that enters sets it, and the last one sets it back.
+_lock = threading.Lock()
+_inside = 0
+_stance: Any = None
+
+
+def run_eager(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function inside of which nothing is compiled, and which no compiled code traces."""
+    if "torch._dynamo" not in sys.modules:  # without which nothing is compiled
+        return function(*args, **kwargs)
+    return _untraced()(function, *args, **kwargs)
+
+
+@functools.cache
+def _untraced() -> Callable[..., Any]:
+    untraced: Callable[..., Any] = torch.compiler.disable(_run_eagerly)  # which imports the compiler
+    return untraced
+
+
+def _run_eagerly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    global _inside, _stance
+    with _lock:
+        if _inside == 0:
+            _stance = torch.compiler.set_stance("force_eager")
+        _inside += 1
+    try:
+        return function(*args, **kwargs)
+    finally:
+        with _lock:
+            _inside -= 1
+            if _inside == 0:
+                _stance.__exit__(None, None, None)
+                _stance = None

@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from lightning_memo.engine.forward.asked_gradients import NotedQuestions
 from lightning_memo.engine.forward.collected_outputs import split_output
 from lightning_memo.engine.forward.cut_tokens import take_tokens
-from lightning_memo.engine.forward.intercept import handling
-from lightning_memo.engine.forward.known_tensor import as_function_of
+from lightning_memo.engine.forward.intercept import OwnMode, handling
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.refuse_checkpointing import refuse_inner_backward, refusing_transforms
-from lightning_memo.engine.forward.repeated_choices import NotedChoices
+from lightning_memo.engine.forward.repeated_choices import NotedChoices, as_function_of
 from lightning_memo.engine.memory.offloaded_tensor import part_of
 from lightning_memo.engine.recurrence import StateCall, handing
 from lightning_memo.engine.saved_tensors.side_effects import HiddenWrites, SideEffects, kept_elsewhere
@@ -61,11 +60,6 @@ class LayerTraits:
     routes: bool = False
     inspects_grad: bool = False
     locality: Locality = field(default_factory=lambda: Locality(""), compare=False)
-
-    @property
-    def schedule(self) -> str:
-        """The schedule of the layer: "layer", or "nest" if attention cannot run slice after slice."""
-        return "nest" if self.needs_full_attention else "layer"
 
 
 def probe_layer(call: LayerCall, x: Tensor, backend_of: BackendOf, longest: int | None = None) -> LayerTraits:
@@ -324,3 +318,38 @@ def _why_whole(call: LayerCall, recorder: _Recorder, sliceable: bool, changing: 
     if not sliceable and len(recorder.specs) > 1:
         return f"{name} calls attention {len(recorder.specs)} times, and not all calls are causal"
     return ""
+
+
+_ROOTS: tuple[Any, ...] = (Tensor.is_leaf.__get__, Tensor.grad_fn.__get__)  # type: ignore[attr-defined]
+_QUESTIONS: tuple[Any, ...] = (*_ROOTS, Tensor.requires_grad.__get__)
+
+
+class NotedQuestions(OwnMode):
+    """Notes whether a layer asks for the gradients of any tensor.
+
+    If the model lets the first hidden states require grad (`enable_input_require_grads` of transformers), they are a
+    leaf of autograd's graph. Where the engine runs a layer, its input is a function of that leaf.
+
+    Args:
+        name: Name of the layer's class.
+        leaf: The layer's input, if it is such a leaf; `None` otherwise.
+
+    Attributes:
+        asked: Whether the layer has asked.
+    """
+
+    def __init__(self, name: str, leaf: Tensor | None) -> None:
+        super().__init__()
+        self.asked = False
+        self._name, self._leaf = name, leaf
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.asked |= func in _QUESTIONS
+        if func in _ROOTS and args[0] is self._leaf:
+            raise ValueError(
+                f"{self._name} asks is_leaf or grad_fn of its input, which is a leaf in plain training and a function "
+                "of that leaf here: let it ask requires_grad"
+            )
+        return func(*args, **(kwargs or {}))

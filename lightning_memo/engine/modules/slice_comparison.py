@@ -79,7 +79,6 @@ class SliceComparison:
 
     def __init__(self, layer_classes: LayerClasses, settings: RequestedSettings) -> None:
         self._layer_classes, self._enabled = layer_classes, settings.check_slices
-        self._only_slices = settings.storage == "kinds"
         self._steps = self._turns = self._compared = 0
         self._waits = False  # whether this step's comparison is still to come
         self._in_turn = False  # whether sums are compared in this step
@@ -160,7 +159,7 @@ class SliceComparison:
             ValueError: They have to run in slices.
         """
         divided = call.layout is not None or any(isinstance(p, DTensor) for p in call.layer.parameters())
-        if needs_slices or divided or self._only_slices:
+        if needs_slices or divided:
             raise ValueError(
                 f"{why}, and these settings need slices: {before}{'; ' * bool(before)}train this model without "
                 "slice_tokens, and with one process for each sequence"

@@ -23,9 +23,8 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from lightning_memo.engine.forward.autocast import ambient_autocast
-from lightning_memo.engine.memory.noted_tensors import NotedTensor
-from lightning_memo.engine.memory.offloaded_tensor import OffloadedTensor, read_rows, real
-from lightning_memo.engine.memory.row_matrices import ComputedRows
+from lightning_memo.engine.memory.offloaded_tensor import ComputedRows, OffloadedTensor, read_rows, real
+from lightning_memo.engine.memory.saved_storages import NotedTensor
 from lightning_memo.engine.modules.layer_forward import replace_forward
 from lightning_memo.engine.saved_tensors.side_effects import address_of
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts

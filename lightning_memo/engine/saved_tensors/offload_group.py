@@ -1,23 +1,22 @@
-"""Offload groups: saved tensors of a layer call, or of one of its slices, that move to the host and back together."""
+"""Offload groups: saved tensors of a layer call, or of one of its slices, that leave and come back together."""
 
 from __future__ import annotations
 
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_memo.engine.memory.block_reader import HostRange
-from lightning_memo.engine.memory.noted_tensors import NotedTensor
-from lightning_memo.engine.memory.saved_storages import Registry, flat
+from lightning_memo.artifacts.costs import Place
+from lightning_memo.engine.memory.host import HostRange
+from lightning_memo.engine.memory.saved_storages import NotedTensor, Registry, flat
 from lightning_memo.engine.memory.slot_memory import Slot, SlotMemory, SlotView
-from lightning_memo.engine.saved_tensors.offloaded_arguments import OffloadedArgument
-from lightning_memo.engine.saved_tensors.weight_copies import WeightCopy
+from lightning_memo.engine.saved_tensors.call_arguments import OffloadedArgument, WeightCopy
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import WrappedHandle
 from lightning_memo.parallel.local_tensors import ShardedHandle
 
@@ -89,17 +88,22 @@ class OffloadGroup:
         key: Position among the groups that are alive, in the order of the forward.
         memory: The memory in which the slot is leased; `None` if all tensors stay on the device.
         swap: Whether the slot leaves the device.
-        disk_bytes: Bytes of the slot that go to the disk.
+        sizes: Bytes of the slot that go to places other than the host.
 
     Attributes:
         slot: The slot; `None` if all tensors stay on the device.
     """
 
     def __init__(
-        self, groups: OffloadGroups, key: int, memory: SlotMemory | None, swap: bool, disk_bytes: int = 0
+        self,
+        groups: OffloadGroups,
+        key: int,
+        memory: SlotMemory | None,
+        swap: bool,
+        sizes: Mapping[Place, int] | None = None,
     ) -> None:
         self.key = key
-        self.slot = None if memory is None else memory.lease(key, swap, disk_bytes)
+        self.slot = None if memory is None else memory.lease(key, swap, sizes)
         self._groups = groups
         self._memory = memory
         self._registry: Registry[SlotView] = Registry()
@@ -113,17 +117,16 @@ class OffloadGroup:
         """Whether the group holds its tensors."""
         return self._release.alive
 
-    def put(self, t: Tensor, spill: bool = False, compress: bool = False) -> Handle:
+    def put(self, t: Tensor, place: Place = "host") -> Handle:
         """Copy a tensor into the slot, and return its handle. Without space in a slot, it stays on the device.
 
         Args:
             t: The tensor.
-            spill: Whether the tensor goes to the disk instead of the host.
-            compress: Whether it is compressed in the slot.
+            place: Where the tensor goes.
         """
         if self.slot is None or t.numel() == 0:
             return t
-        stored = self.slot.put(t, spill, compress)
+        stored = self.slot.put(t, place)
         if stored is None:
             if self._memory is not None:
                 self._memory.stats.overflow_bytes += t.nbytes
@@ -161,11 +164,7 @@ class OffloadGroup:
         if isinstance(handle, Tensor):
             return HostRange(handle.nbytes, flat(handle).view(torch.uint8))
         assert isinstance(handle, SlotView) and self.slot is not None
-        memory = self.slot.buffer if self.slot.host is None else self.slot.host
-        assert memory is not None
-        stop = handle.offset_bytes + handle.size_bytes
-        written = self.slot.to_host.arrival(stop)
-        return HostRange(handle.size_bytes, memory[handle.offset_bytes : stop], written, self.slot.copies)
+        return self.slot.host_range(handle)
 
     def end_forward(self) -> None:
         """Move all tensors off the device; no more are put, and none is needed there until the backward."""
@@ -194,9 +193,9 @@ class OffloadGroup:
 class OffloadGroups(ForwardOrder[OffloadGroup]):
     """The offload groups that are alive, in the order of the forward; the backward needs them in reverse order."""
 
-    def open(self, memory: SlotMemory | None, swap: bool, disk_bytes: int = 0) -> OffloadGroup:
+    def open(self, memory: SlotMemory | None, swap: bool, sizes: Mapping[Place, int] | None = None) -> OffloadGroup:
         """Return a new group behind those that are alive; see :class:`OffloadGroup` for the arguments."""
-        group = OffloadGroup(self, self.next_key, memory, swap, disk_bytes)
+        group = OffloadGroup(self, self.next_key, memory, swap, sizes)
         self.add(group.key, group)
         return group
 

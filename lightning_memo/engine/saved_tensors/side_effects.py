@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.memory.noted_tensors import counter_of
-from lightning_memo.engine.memory.saved_storages import byte_range, span
+from lightning_memo.engine.memory.saved_storages import byte_range, counter_of, span
 from lightning_memo.utils.operator_values import tensors_in
 
 Result = TypeVar("Result")

@@ -75,7 +75,9 @@ class OutsideLayers:
         with collecting_nothing():
             why = self._counting(model) or why_tokens_mixed(call, self._layers, tokens)
         if why:
-            raise ValueError(f'schedule="slice" runs the model slice after slice, but {why}: use schedule="layer"')
+            raise ValueError(
+                f'stream_from_host="model" runs the model slice after slice, but {why}: use stream_from_host="hidden"'
+            )
         self._proven.add(state)
 
     def refuse_hooks(self, model: nn.Module) -> None:
@@ -90,8 +92,8 @@ class OutsideLayers:
         hooked = next((name for name, m in self._modules(model) if has_hooks(m)), "")
         if hooked:
             raise ValueError(
-                f'schedule="slice" runs the model slice after slice, but hooks on {hooked} would see the tokens of one '
-                'slice only: use schedule="layer"'
+                f'stream_from_host="model" runs the model slice after slice, but hooks on {hooked} would see the '
+                'tokens of one slice only: use stream_from_host="hidden"'
             )
 
     def _modules(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

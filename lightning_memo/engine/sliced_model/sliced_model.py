@@ -1,4 +1,4 @@
-"""The schedule "slice": the whole model runs on slice 1, then on slice 2, and so on; the backward runs in reverse.
+"""`stream_from_host="model"`: the whole model runs on slice 1, then on slice 2, and so on; the backward in reverse.
 
 First, the inputs of the model are checked: slices have to be able to compute with them. Apart from token ids, nothing
 on the device has the size of the sequence. The modules after the layers (norm, head, loss) are differentiated in the
@@ -8,33 +8,131 @@ only the gradient of the last layer's output, which waits on the host.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_memo.engine.layers.layer_run import LayerRun
+from lightning_memo.artifacts.plan import SwapPlan
+from lightning_memo.engine.fp8_modules import why_scaled_together
+from lightning_memo.engine.layers.call_meter import EngineServices
+from lightning_memo.engine.layers.layer_run import LayerRun, SequenceRun
+from lightning_memo.engine.layers.token_sharing import SequenceCutter
+from lightning_memo.engine.modules.layer_classes import RequestedSettings
+from lightning_memo.engine.saved_tensors.call_arguments import SliceArguments
 from lightning_memo.engine.saved_tensors.offload_group import Handle, OffloadGroup
-from lightning_memo.engine.saved_tensors.offloaded_arguments import SliceArguments
 from lightning_memo.engine.sliced_model.outside_layers import OutsideLayers
-from lightning_memo.engine.sliced_model.sliced_layer_calls import SequenceRun, SequenceServices, slice_by_slice
 from lightning_memo.engine.token_locality.fake_run import hooked_parameter
 from lightning_memo.kernels.attention_kernel import sums_dtype, to_device_async
+from lightning_memo.parallel.batches.loss_arguments import takes_loss_arguments, why_loss_unfit
 from lightning_memo.parallel.batches.token_layout import (
     TokenLayout,
     largest_position,
     right_padded_lengths,
     separate_documents,
+    why_positions_unknown,
 )
 from lightning_memo.parallel.fsdp_units import as_one_forward
 from lightning_memo.planner.token_slices import TokenRange
 from lightning_memo.utils.class_names import class_name
+from lightning_memo.utils.find_layers import find_hugging_face
 
 _IGNORED = -100
+
+
+class SequenceServices(EngineServices, Protocol):
+    """The part of the engine that a forward of the model slice by slice sees.
+
+    Attributes:
+        layers: The model's layers, in order.
+        device: Where the layers run.
+        settings: The settings that were requested.
+        cutter: Cuts sequences into slices.
+        swap: The plan; `None` before the first step.
+        sequence: The forward that runs slice by slice; `None` if there is none.
+    """
+
+    layers: list[nn.Module]
+    device: torch.device
+    settings: RequestedSettings
+    cutter: SequenceCutter
+    swap: SwapPlan | None
+    sequence: SequenceRun | None
+
+    def profiles(self, batch: int, tokens: int) -> bool:
+        """Return whether a step with such a batch is going to be profiled."""
+
+    def reset(self) -> None:
+        """Give back what an interrupted step still holds."""
+
+
+def find_causal_lm(model: nn.Module) -> nn.Module:
+    """Return the causal language model that runs slice by slice.
+
+    Raises:
+        ValueError: `model` contains none, or it cannot run slice by slice.
+    """
+    found = next(iter(find_hugging_face(model)), None)
+    if found is None:
+        raise ValueError(
+            'stream_from_host="model" runs a causal language model of transformers slice by slice, but '
+            f'{class_name(model)} has none: use stream_from_host="hidden"'
+        )
+    if not takes_loss_arguments(found):
+        why = f"the forward of {class_name(found)} takes neither shift_labels nor num_items_in_batch"
+        raise ValueError(
+            'stream_from_host="model" shifts labels and counts tokens once for all slices, but '
+            f'{why_loss_unfit(found) or why}: use stream_from_host="hidden"'
+        )
+    if why := why_positions_unknown(found):
+        raise ValueError(
+            f'stream_from_host="model" runs the model slice after slice, but {class_name(found)} {why}, and would '
+            'count the tokens of each slice from 0: use stream_from_host="hidden"'
+        )
+    if why := why_scaled_together(found):
+        raise ValueError(
+            f'stream_from_host="model" runs the model slice after slice, but {why}: use stream_from_host="hidden"'
+        )
+    return found
+
+
+@contextlib.contextmanager
+def slice_by_slice(engine: SequenceServices, layout: TokenLayout, batch: int) -> Iterator[SequenceRun]:
+    """Make the engine's layers run on one slice of the sequence after the other inside the context.
+
+    Args:
+        engine: Runs the layers.
+        layout: The layout of the sequence.
+        batch: Number of sequences.
+
+    Raises:
+        ValueError: An earlier forward waits for its backward.
+    """
+    if engine.calls.interrupted:
+        engine.reset()
+    if engine.calls:
+        raise ValueError(
+            'stream_from_host="model" takes one forward of the model before its backward, and there is another: run '
+            'the backward first, or use stream_from_host="hidden"'
+        )
+    planned = None if engine.profiles(batch, layout.tokens) else engine.swap
+    if planned is None:
+        slices = engine.cutter.recomputed(layout.tokens, engine.settings.slice_tokens)
+    else:
+        slices = engine.cutter.slices(planned.storage, layout.tokens)
+    engine.sequence = SequenceRun(slices)
+    current = engine.sharing.current_layout
+    current.layout = layout
+    try:
+        yield engine.sequence
+    finally:
+        engine.sequence = None
+        current.clear()
 
 
 def _named_inputs(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -54,9 +152,11 @@ def _token_tensor(inputs: dict[str, Any]) -> Tensor:
         if isinstance(tokens, Tensor):
             if tokens.dim() != dims:
                 shape = "[batch, tokens]" if dims == 2 else "[batch, tokens, hidden]"
-                raise ValueError(f'schedule="slice" takes {name} {shape}, but the model got {list(tokens.shape)}')
+                raise ValueError(
+                    f'stream_from_host="model" takes {name} {shape}, but the model got {list(tokens.shape)}'
+                )
             return tokens
-    raise ValueError('schedule="slice" cuts input_ids or inputs_embeds into slices, but the model got neither')
+    raise ValueError('stream_from_host="model" cuts input_ids or inputs_embeds into slices, but the model got neither')
 
 
 def _on_device(device: torch.device, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -98,39 +198,41 @@ def _check_sliceable(model: nn.Module, inputs: dict[str, Any]) -> None:
     cache = inputs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(
-            f'{name} got keys and values of a prefix, which schedule="slice" does not take: use schedule="layer"'
+            f'{name} got keys and values of a prefix, which stream_from_host="model" does not take: use '
+            'stream_from_host="hidden"'
         )
     _check_shapes(name, inputs)
     if inputs.get("labels") is None and inputs.get("shift_labels") is None:
         raise ValueError(
-            f'schedule="slice" computes the loss of each slice by itself, but {name} got no labels: pass labels, or '
-            'use schedule="layer"'
+            f'stream_from_host="model" computes the loss of each slice by itself, but {name} got no labels: pass '
+            'labels, or use stream_from_host="hidden"'
         )
     if inputs.get("ignore_index", _IGNORED) != _IGNORED:
         raise ValueError(
-            f'{name} is called with ignore_index={inputs["ignore_index"]}, but schedule="slice" ignores labels of '
-            f'{_IGNORED}: set those labels to {_IGNORED}, or use schedule="layer"'
+            f'{name} is called with ignore_index={inputs["ignore_index"]}, but stream_from_host="model" ignores '
+            f'labels of {_IGNORED}: set those labels to {_IGNORED}, or use stream_from_host="hidden"'
         )
     if not all(p.is_leaf for p in model.parameters()):
         raise ValueError(
             f"{name} runs with weights that are computed from others (functional_call), whose graph would be needed "
-            'in each slice: use schedule="layer"'
+            'in each slice: use stream_from_host="hidden"'
         )
     if hooked := hooked_parameter(model):
         raise ValueError(
             f"{name} has hooks on its parameter {hooked}, which would get the gradient of each slice instead of their "
-            'sum: change gradients before the optimizer steps (on_before_optimizer_step), or use schedule="layer"'
+            "sum: change gradients before the optimizer steps (on_before_optimizer_step), or use "
+            'stream_from_host="hidden"'
         )
     for setting, refused in (("return_dict", False), ("output_hidden_states", True)):
         if _setting(model, inputs, setting) is refused:
             raise ValueError(
-                f'{name} is called with {setting}={refused}, but schedule="slice" returns the loss only: set '
-                f'{setting}={not refused}, or use schedule="layer"'
+                f'{name} is called with {setting}={refused}, but stream_from_host="model" returns the loss only: set '
+                f'{setting}={not refused}, or use stream_from_host="hidden"'
             )
     if inputs.get("output_router_logits", getattr(getattr(model, "config", None), "output_router_logits", False)):
         raise ValueError(
             f"{name} has an auxiliary loss over the routers of all tokens, which no slice can compute: set "
-            'output_router_logits=False, or use schedule="layer"'
+            'output_router_logits=False, or use stream_from_host="hidden"'
         )
 
 
@@ -142,8 +244,8 @@ def _check_shapes(name: str, inputs: dict[str, Any]) -> None:
     embeds = inputs.get("inputs_embeds")
     if embeds is not None and embeds.requires_grad:
         raise ValueError(
-            f'{name} got inputs_embeds that require grad: schedule="slice" takes input_ids, or embeddings without '
-            'gradient; for others use schedule="layer"'
+            f'{name} got inputs_embeds that require grad: stream_from_host="model" takes input_ids, or embeddings '
+            'without gradient; for others use stream_from_host="hidden"'
         )
     rows, tokens = _token_tensor(inputs).shape[:2]
     for other, t in inputs.items():
@@ -162,7 +264,7 @@ def _check_shapes(name: str, inputs: dict[str, Any]) -> None:
         if not fits:
             raise ValueError(
                 f"{name} got {other} {list(t.shape)}, which does not have one entry for each of the "
-                f'{tokens} tokens of a row: schedule="slice" takes {taken}; use schedule="layer"'
+                f'{tokens} tokens of a row: stream_from_host="model" takes {taken}; use stream_from_host="hidden"'
             )
 
 
@@ -204,8 +306,8 @@ def _without_labels(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | in
         right_padded_lengths(mask)
         if (counted & ~mask[:, : counted.shape[1]].bool()).any():
             raise ValueError(
-                'padding has labels, which schedule="slice" does not take, as it drops the padding mask: set the '
-                'labels of padding to -100, or use schedule="layer"'
+                'padding has labels, which stream_from_host="model" does not take, as it drops the padding mask: set '
+                'the labels of padding to -100, or use stream_from_host="hidden"'
             )
     for name in ("labels", "shift_labels", "past_key_values"):
         rest.pop(name, None)
@@ -213,8 +315,8 @@ def _without_labels(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | in
 
 
 _MESSAGE = (
-    'with schedule="slice", the logits of a sequence are never held, but the training step uses them: use the loss of '
-    'the output only, or schedule="layer"'
+    'with stream_from_host="model", the logits of a sequence are never held, but the training step uses them: use '
+    'the loss of the output only, or stream_from_host="hidden"'
 )
 
 
@@ -341,7 +443,8 @@ class SlicedForward:
         output, sequence.output = sequence.output, None
         if output is None:
             raise ValueError(
-                'schedule="slice" needs every layer to run in each forward: train this model with schedule="layer"'
+                'stream_from_host="model" needs every layer to run in each forward: train this model with '
+                'stream_from_host="hidden"'
             )
         return output.hidden, output.token, output.run
 
@@ -388,8 +491,8 @@ class _SliceBySlice(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         if not torch._C._will_engine_execute_node(ctx.anchor):
             raise RuntimeError(
-                'schedule="slice" computes all gradients in one backward(), and none for torch.autograd.grad or '
-                'backward(inputs=...): call loss.backward(), or use schedule="layer"'
+                'stream_from_host="model" computes all gradients in one backward(), and none for torch.autograd.grad '
+                'or backward(inputs=...): call loss.backward(), or use stream_from_host="hidden"'
             )
         sums, ctx.sums = ctx.sums, None
         if sums is None:
@@ -426,7 +529,7 @@ def _refuse_other_losses(loss: Tensor) -> None:
         if node.name() in ("_GatherBackward", "_StoreBackward"):
             raise ValueError(
                 "the model's loss depends on other outputs of its layers than the last one, which no slice can "
-                'compute by itself: use schedule="layer"'
+                'compute by itself: use stream_from_host="hidden"'
             )
         waiting.extend(following for following, _ in node.next_functions)
 

@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from lightning_memo.engine.attention.sliced_attention import KeysValuesSource
-from lightning_memo.engine.forward.as_written import run_eager
+from lightning_memo.engine.forward.collected_outputs import collecting_nothing
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.matrix_products import ProductMode
 from lightning_memo.engine.forward.refuse_checkpointing import refuse_inner_backward, refusing_transforms
-from lightning_memo.engine.forward.repeated_choices import NotedChoices
+from lightning_memo.engine.forward.repeated_choices import NotedChoices, RepeatedChoices, as_function_of
 from lightning_memo.engine.layers.call_storage import SliceStorage
 from lightning_memo.engine.layers.layer_run import LayerRun
 from lightning_memo.engine.memory.block_reader import token_rows
-from lightning_memo.engine.memory.noted_tensors import NotedTensor
-from lightning_memo.engine.memory.saved_storages import resolved
+from lightning_memo.engine.memory.saved_storages import NotedTensor, resolved
+from lightning_memo.engine.modules.layer_forward import run_eager
 from lightning_memo.engine.recurrence import StateCall, handing
+from lightning_memo.engine.saved_tensors.call_arguments import OffloadedArgument, WeightCopy
 from lightning_memo.engine.saved_tensors.offload_group import Handle, KeysValues
-from lightning_memo.engine.saved_tensors.offloaded_arguments import OffloadedArgument
-from lightning_memo.engine.saved_tensors.weight_copies import WeightCopy
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import is_sparse, is_wrapped, plain_parts
-from lightning_memo.engine.slices.recomputation import Recomputed, RecomputedKeysValues, recompute
-from lightning_memo.engine.slices.saved_attention import NotedCall, SavedAttention, StartState
+from lightning_memo.engine.slices.recomputed_products import MeasuredProducts, StoredMatmuls
+from lightning_memo.engine.state.random_states import RepeatedDraws
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState
 from lightning_memo.kernels.attention_kernel import detached, gradient_of_sinks, merge_sinks
 from lightning_memo.parallel.local_tensors import ShardedHandle, local_part
 from lightning_memo.planner.token_slices import TokenRange
-from lightning_memo.utils.retained_graph import graph_is_retained
+from lightning_memo.utils.retained_graph import NEVER_DIFFERENTIATED, NOT_RETAINED, graph_is_retained
 
 
 class SliceRun:
@@ -100,8 +102,6 @@ class SliceRun:
                 stack.enter_context(ProductMode(run.call.layer, self.storage))
             if self.recomputes and run.routes:
                 stack.enter_context(NotedChoices(self.choices.append, run.arguments))
-            if self.storage.saving is not None:
-                stack.enter_context(self.storage.saving)
             self._in_forward = True
             with refusing_transforms(run.call.name):
                 yield
@@ -125,8 +125,7 @@ class SliceRun:
         if self.recomputes:
             if known is None and run.meter.profile is not None:
                 for part in plain_parts(local):
-                    swapped_bytes = None if wrapped else storage.swapped_bytes(part)
-                    run.meter.profile.recomputed(run.position.layer, part, run.call.layer, swapped_bytes=swapped_bytes)
+                    run.meter.profile.recomputed(run.position.layer, part, run.call.layer)
             if self.sums is not None:
                 self.sums.note(len(self.saved), t)
             self.draws.note()
@@ -165,7 +164,7 @@ class SliceRun:
     # ---- attention of a single slice, or slice after slice
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-        """Answer an attention call of the layer's forward in the schedule "layer"."""
+        """Answer an attention call of the layer's forward, slice by slice."""
         self.run.check_sliceable(spec)
         self.note_attention(q, k, v)
         out: Tensor = _SliceAttention.apply(self, detached(spec), q, k, v, spec.sinks)
@@ -275,9 +274,6 @@ class SliceRun:
     def end_backward(self) -> None:
         """End the slice's backward, and give its memory back, unless the graph is kept for another backward."""
         self.run.engine.recorder.end("slice", self.subject)
-        profile = self.run.engine.profile
-        if profile is not None and self._recomputed is not None:
-            profile.most_read_bytes = max(profile.most_read_bytes, self._recomputed.most_taken_bytes)
         self._recomputed = None
         if not graph_is_retained():
             self.attentions, self.choices, self.starts = [], [], []
@@ -302,3 +298,282 @@ class _SliceAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         return (None, None, *ctx.part.attention_backward(ctx.number, dout))
+
+
+@dataclass(frozen=True, slots=True)
+class NotedCall:
+    """An attention call, whose masks have to be in the backward what they were in the forward.
+
+    Note: [Masks that change]
+    PyTorch's attention saves a boolean mask as the numbers that it adds, so that a user may fill the mask with other
+    values before the backward. The engine keeps the user's own mask.
+    """
+
+    _spec: AttentionSpec
+    _masks: tuple[NotedTensor, ...]
+
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> NotedCall:
+        """Note a call in the forward."""
+        return cls(spec, tuple(NotedTensor.of(mask) for mask in (spec.mask, spec.whole_mask) if mask is not None))
+
+    def again(self, layer: str) -> AttentionSpec:
+        """Return the call.
+
+        Args:
+            layer: Name of the layer, for messages.
+
+        Raises:
+            RuntimeError: A mask was changed in place since the forward.
+        """
+        for mask in self._masks:
+            mask.check(
+                f"the attention mask of {layer} was changed in place between a forward and its backward, which needs "
+                "its values: give each forward a mask of its own, or change it after the backward"
+            )
+        return self._spec
+
+
+@dataclass(frozen=True, slots=True)
+class SavedAttention:
+    """Handles of the tensors that the backward of one attention call needs.
+
+    Attributes:
+        out: The output; `None` if attention runs again.
+        lse: The log-sum-exp of the scores; `None` if attention runs again.
+        state: What else the kernel needs.
+        query: The queries; `None` if they are recomputed.
+        keys_values: The keys and values; `None` if they are recomputed and no later slice needs them.
+        call: The attention call.
+    """
+
+    out: Handle | None
+    lse: Handle | None
+    state: Any
+    query: Handle | None
+    keys_values: KeysValuesSource | None
+    call: NotedCall
+
+
+@dataclass(frozen=True, slots=True)
+class StartState:
+    """The state at the start of a recurrence, from which a recomputation begins.
+
+    Attributes:
+        state: Handle of the state.
+        requires_grad: Whether its gradient goes to the slice before.
+    """
+
+    state: Handle
+    requires_grad: bool
+
+
+class StopRecomputation(BaseException):
+    """Ends a recomputation: everything that the backward needs has been computed. Layers must not catch it."""
+
+
+class Recomputed:
+    """The results of a recomputation.
+
+    Attributes:
+        qkv: Queries, keys and values of the slice's attention calls.
+        results: Results of those attention calls that had to run again, by their numbers.
+        saved: The tensors that the forward saved, in order, until they are taken.
+    """
+
+    def __init__(self) -> None:
+        self.qkv: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.results: dict[int, AttentionResult] = {}
+        self.saved: list[Tensor | None] = []
+        self._reader = 0  # the autograd Function that took tensors last
+        self._read: dict[int, Tensor] = {}
+
+    def take(self, number: int) -> Tensor:
+        """Return a tensor that the forward saved; each can be taken once, or often by a single autograd Function.
+
+        Raises:
+            RuntimeError: The tensor was taken before.
+        """
+        t, self.saved[number] = self.saved[number], None
+        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        if id(node) != self._reader:
+            self._reader, self._read = id(node), {}
+        if isinstance(node, BackwardCFunction):  # whose backward may read `ctx.saved_tensors` more than once
+            t = self._read.get(number) if t is None else self._read.setdefault(number, t)
+        if t is None:
+            raise RuntimeError(NOT_RETAINED)
+        return t
+
+
+def recompute(part: SliceRun) -> Recomputed:
+    """Run a slice's forward again until everything that the backward needs has been computed.
+
+    Raises:
+        RuntimeError: The forward saved other tensors than before.
+    """
+    return _Recomputation(part).run()
+
+
+class _Recomputation:
+    """A forward whose attention and stored matrix products are answered from storage.
+
+    The slice must not refer to this object, which would then live as long as the slice.
+    """
+
+    def __init__(self, part: SliceRun) -> None:
+        self._part = part
+        self._found = Recomputed()
+        self._starts = iter(part.starts)
+        self._draws = RepeatedDraws(part.run.call.name, part.draws) if part.draws.changed else None
+
+    def run(self) -> Recomputed:
+        part, run = self._part, self._part.run
+        run.begin_backward()
+        run.meter.mark("recompute_begin")
+        x = self._input().requires_grad_(run.states.x_requires_grad)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(run.engine.recorder.computing("recompute", part.subject))
+            stack.enter_context(contextlib.suppress(StopRecomputation))
+            copies = stack.enter_context(run.forward_context.replayed(part.draws))
+            stack.enter_context(run.arguments.with_copies(copies))
+            stack.enter_context(collecting_nothing())
+            stack.enter_context(saved_tensors_hooks(self._record, _refuse))
+            stack.enter_context(handling(self._attend, run.call.layer, run.call.layout, run.check_whole))
+            if run.hands_states:
+                stack.enter_context(handing(run.call.layer, self._hand, run.check_handed))
+            if run.needs_mode:
+                stack.enter_context(run.call.mode(part.range))
+            stack.enter_context(run.arguments.casting())
+            if part.choices:
+                stack.enter_context(RepeatedChoices(part.choices, run.arguments))
+            if self._draws is not None:
+                stack.enter_context(self._draws)
+            if mode := self._product_mode():
+                stack.enter_context(mode)
+            run.arguments.restored_call().run(as_function_of(x, x), part.range)
+        run.meter.mark("recompute_end")
+        if not self._enough:
+            raise RuntimeError(
+                f"{run.call.name} saved {len(self._found.saved)} tensors when it was recomputed and {len(part.saved)} "
+                "before: its forward depends on something besides its inputs, weights and random state"
+            )
+        return self._found
+
+    def _input(self) -> Tensor:
+        """Return the slice's input, with gaps if it had some: operations save other tensors, in another order, then."""
+        part, call = self._part, self._part.run.call
+        x = call.narrow(part.storage.load(part.storage.input), part.range).detach()
+        if not part.gaps or not x.is_contiguous():
+            return x
+        shape = list(x.shape)
+        shape[call.token_dim] += 1
+        return x.new_empty(shape).narrow(call.token_dim, 0, part.range.tokens).copy_(x)
+
+    @property
+    def _enough(self) -> bool:
+        return len(self._found.saved) == len(self._part.saved) and len(self._found.qkv) == len(self._part.attentions)
+
+    def _check_draws(self) -> None:
+        if self._draws is not None:
+            self._draws.check(len(self._found.saved) + len(self._found.qkv))
+
+    def _stop_if_enough(self) -> None:
+        if self._enough:
+            raise StopRecomputation
+
+    def _record(self, t: Tensor) -> None:
+        t = resolved(t)
+        if t not in self._part.run.arguments:
+            self._check_draws()
+            self._check(t)
+            self._found.saved.append(t.detach())
+            self._stop_if_enough()
+
+    def _check(self, t: Tensor) -> None:
+        part, number = self._part, len(self._found.saved)
+        shape, dtype = part.saved[number] if number < len(part.saved) else (t.shape, t.dtype)
+        if t.shape != shape or t.dtype != dtype:
+            raise RuntimeError(
+                f"{part.run.call.name} saved a {t.dtype} tensor of shape {list(t.shape)} when it was recomputed and a "
+                f"{dtype} tensor of shape {list(shape)} before: its forward depends on something besides its inputs, "
+                "weights and random state: make it a function of these"
+            )
+        if part.sums is not None and not part.sums.alike(number, t):
+            raise RuntimeError(_other_values(part.run.call.name))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        part, number = self._part, len(self._found.qkv)
+        self._check_draws()
+        self._found.qkv.append((q.detach(), k.detach(), v.detach()))
+        if part.sums is not None and not part.sums.attention_alike(number, q, k, v):
+            raise RuntimeError(_other_values(part.run.call.name))
+        saved = part.attentions[number]
+        if saved.out is None:
+            with torch.no_grad(), part.run.meter.computing_attention_again():
+                core = part.run.attention.cores[number]
+                noted = saved.call.again(part.run.call.name)
+                again = core.forward_again(part.number, *self._found.qkv[number], noted)
+                self._found.results[number] = merge_sinks(again, noted.sinks)
+            if self._draws is not None:
+                self._draws.check_state(part.rng_after_attention[number])
+        self._stop_if_enough()
+        if part.draws.changed:
+            part.rng_after_attention[number].restore()
+        known = self._found.results[number].out if saved.out is None else part.storage.load(saved.out)
+        return as_function_of(known, q, k, v, spec.sinks)
+
+    def _hand(self, call: StateCall) -> Tensor:
+        start, state = next(self._starts), None
+        if start is not None:
+            state = self._part.storage.load(start.state).detach().requires_grad_(start.requires_grad)
+        return call.run(state)[0]
+
+    def _remaining(self) -> int:
+        return len(self._part.saved) - len(self._found.saved)
+
+    def _product_mode(self) -> ProductMode | None:
+        part, layer, profile = self._part, self._part.run.call.layer, self._part.run.engine.profile
+        if profile is not None and profile.with_products:
+            return ProductMode(layer, MeasuredProducts(profile, part.run.position.layer))
+        mode = ProductMode(layer, StoredMatmuls(part.storage, self._remaining))
+        return mode if part.storage.products or mode.adapts else None
+
+
+class RecomputedKeysValues:
+    """Keys and values of a recomputed slice: on the device in the forward, computed again in the backward.
+
+    Later slices, whose backward comes first, attend to them as well.
+    """
+
+    def __init__(self, part: SliceRun, number: int, k: Tensor, v: Tensor) -> None:
+        self._part = weakref.ref(part)  # the slice refers to the attention core that holds this object
+        self._number = number
+        self._present: tuple[Tensor, Tensor] | None = (k.detach(), v.detach())
+
+    def peek(self) -> tuple[Tensor, Tensor]:
+        """Return them while the forward still runs."""
+        assert self._present is not None
+        return self._present
+
+    def end_forward(self) -> None:
+        """Drop the tensors of the forward."""
+        self._present = None
+
+    def load(self) -> tuple[Tensor, Tensor]:
+        """Return them in the backward, computed again."""
+        part = self._part()
+        assert part is not None
+        _, k, v = part.recompute().qkv[self._number]
+        return k, v
+
+
+def _other_values(layer: str) -> str:
+    return (
+        f"{layer} was recomputed with other values than in its forward: an input or a weight was written since without "
+        "a trace (through .data), or something else that it reads has changed (a variable of a module, class or "
+        "function): change it after the backward only, or keep it in attributes of the layer's modules"
+    )
+
+
+def _refuse(_: None) -> Tensor:
+    raise RuntimeError(NEVER_DIFFERENTIATED)

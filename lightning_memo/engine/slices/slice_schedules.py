@@ -1,20 +1,20 @@
 """The order in which the slices of a layer run, forward and backward.
 
 Note: [Schedules]
-"layer": slice 1 runs, then slice 2, and so on. Under a causal mask a slice needs only its own and earlier keys. A
+Slice by slice: slice 1 runs, then slice 2, ... Under a causal mask a slice needs only its own and earlier keys. A
 scalar token passes through Scatter -> Fetch 1 -> layer -> Store 1 -> Fetch 2 -> ... -> Gather, so that the backward
 begins with the last slice and finishes each slice before it begins the one before.
 
-"slice": as "layer", but each layer call gets one slice of the sequence; see `sliced_model/sliced_model.py`.
+With `stream_from_host="model"`, each layer call gets one slice of the sequence; see `sliced_model/sliced_model.py`.
 
-"nest": the forward of slice 2 runs inside the attention call of slice 1, and so on. Attention runs once over all
+Joint attention: the forward of slice 2 runs inside the attention call of slice 1, and so on. It runs once over all
 tokens, and then the calls return in reverse order. This is for attention that is not causal or that draws dropout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,26 +27,10 @@ from lightning_memo.engine.forward.collected_outputs import (
     collecting_apart,
     split_output,
 )
-from lightning_memo.engine.layers.layer_run import LayerRun
-from lightning_memo.engine.slices.saved_attention import NotedCall
-from lightning_memo.engine.slices.slice_run import SliceRun
+from lightning_memo.engine.layers.layer_run import LayerRun, SliceOutput
+from lightning_memo.engine.slices.slice_run import NotedCall, SliceRun
 from lightning_memo.kernels import AttentionResult, AttentionSpec, RngState, token_major
 from lightning_memo.kernels.attention_kernel import detached, gradient_of_sinks, merge_sinks
-
-
-@dataclass(slots=True)
-class SliceOutput:
-    """The output of a model's layers for one slice of the sequence.
-
-    Attributes:
-        run: The call of the last layer.
-        token: The scalar at which the backward of the slice's layers begins, `[]`.
-        hidden: The last layer's output, without history.
-    """
-
-    run: LayerRun
-    token: Tensor
-    hidden: Tensor
 
 
 def run_layer_schedule(run: LayerRun, x: Tensor) -> Any:
@@ -72,8 +56,8 @@ def run_without_backward(run: LayerRun, x: Tensor) -> Any:
     Keys and values that later slices need are held until the end of the call.
     """
     parts, sides = [], []
-    for number, (tokens, x_part) in enumerate(zip(run.slices, run.states.inputs(x), strict=True)):
-        part = SliceRun(run, number, tokens, x_part)
+    for number, (token_range, x_part) in enumerate(zip(run.slices, run.states.inputs(x), strict=True)):
+        part = SliceRun(run, number, token_range, x_part)
         run.forward_context.restore_random()
         with part.running(part.attend):
             y, side = _call(part, x_part)
@@ -90,9 +74,9 @@ def run_without_backward(run: LayerRun, x: Tensor) -> Any:
 def _run_forward(run: LayerRun, x: Tensor) -> tuple[Tensor, list[ExtraOutputs]]:
     anchor = x if x.requires_grad else torch.zeros((), device=x.device, requires_grad=True)
     token, sides = _BeginLayer.apply(run, anchor), []
-    for number, (tokens, x_part) in enumerate(zip(run.slices, run.states.inputs(x), strict=True)):
+    for number, (token_range, x_part) in enumerate(zip(run.slices, run.states.inputs(x), strict=True)):
         with run.meter.computing_slice(number):
-            part = SliceRun(run, number, tokens, x_part)
+            part = SliceRun(run, number, token_range, x_part)
             if not run.whole:
                 run.forward_context.restore_random()
             token, side = _run_slice(part, x_part, token)
@@ -125,7 +109,7 @@ def _call(part: SliceRun, x: Tensor) -> tuple[Tensor, ExtraOutputs]:
 def run_nested(run: LayerRun, x: Tensor) -> Any:
     """Run a layer with its slices nested in one attention call, and return what the layer returns."""
     parts = x.detach().split([part.tokens for part in run.slices], run.call.token_dim)
-    slices = [SliceRun(run, n, tokens, part) for n, (tokens, part) in enumerate(zip(run.slices, parts, strict=True))]
+    slices = [SliceRun(run, n, each, part) for n, (each, part) in enumerate(zip(run.slices, parts, strict=True))]
     before: Tensor | None = None
     if x.requires_grad:
         x = _Enter.apply(slices, x)

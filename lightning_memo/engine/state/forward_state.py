@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memo.engine.fp8_state import ForwardFp8
-from lightning_memo.engine.memory.noted_tensors import version_of
+from lightning_memo.engine.memory.saved_storages import version_of
 from lightning_memo.engine.saved_tensors.side_effects import address_of
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts, same_bytes
 from lightning_memo.engine.state.held_state import HeldState, HeldTensor

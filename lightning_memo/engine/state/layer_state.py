@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.fp8_state import Fp8State
-from lightning_memo.engine.memory.noted_tensors import version_of
+from lightning_memo.engine.memory.saved_storages import version_of
 from lightning_memo.engine.saved_tensors.side_effects import address_of
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts, put_back, same_bytes
 from lightning_memo.engine.state.held_state import HeldState, HeldTensor

@@ -586,7 +586,7 @@ def check_same_images(batch: Any, group: dist.ProcessGroup) -> None:
     if len(_of_all(torch.tensor([has_images]), group).unique()) > 1:
         raise ValueError(
             "some data-parallel processes got a batch with images and others one without, and would reduce other "
-            "gradients: sort batches by kind, freeze what processes images, or set data_parallel_size=1"
+            "gradients: sort batches by kind, freeze what processes images, or start one process for each sequence"
         )
 
 

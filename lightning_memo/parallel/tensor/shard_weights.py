@@ -249,7 +249,7 @@ class TensorPlan:
             if size % ranks:
                 raise ValueError(
                     f"tensor_parallel_size={ranks} does not divide {name}={size} of {class_name(self.model)}: it "
-                    f"can be {allowed}; for more GPUs set context_parallel_size or data_parallel_size"
+                    f"can be {allowed}; for more GPUs set context_parallel_size, or leave them to data parallelism"
                 )
 
 
@@ -282,14 +282,14 @@ def shard_tensors(
     module: nn.Module,
     mesh: DeviceMesh,
     sequence_parallel: bool,
-    loss_parallel: bool,
     plan: Mapping[str, str] | None = None,
     experts: ExpertMeshes | None = None,
 ) -> None:
     """Split a model's weights over ranks, in place. Every parameter becomes a `DTensor` on `mesh`.
 
     Modules pass plain local tensors to each other. With sequence parallelism each rank has `1 / ranks` of the tokens
-    between blocks. Ids and positions are given for all tokens, and logits are returned for all tokens.
+    between blocks. Ids and positions are given for all tokens, and logits are returned for all tokens, as a `DTensor`
+    split in the vocabulary.
 
     Args:
         module: Hugging Face model, possibly with LoRA by peft, any module with `plan`, or a module that contains one.
@@ -297,7 +297,6 @@ def shard_tensors(
         mesh: One-dimensional mesh of the ranks.
         sequence_parallel: Whether to split the tokens between blocks. Their number must be a multiple of the number of
             ranks.
-        loss_parallel: Whether the logits are a `DTensor` split in the vocabulary. Otherwise every rank has all logits.
         plan: Styles by dotted module name or a suffix of it, with `*` for a layer's number: `"colwise"`, `"rowwise"`,
             `"colwise_gather_output"`, `"rowwise_split_input"` or `"replicated"`. It takes precedence over the
             `tp_plan` of a Hugging Face model. Attention of another model has to derive its number of heads from the
@@ -309,7 +308,7 @@ def shard_tensors(
     """
     tensor_plan = TensorPlan(module, plan)
     tensor_plan.check_sizes(mesh.size())
-    styles = assign_styles(tensor_plan, sequence_parallel, loss_parallel)
+    styles = assign_styles(tensor_plan, sequence_parallel)
     tied = _shared_parameters(module)
     if experts is not None:
         for name, m in tensor_plan.experts.items():
@@ -359,31 +358,27 @@ def _tie_again(module: nn.Module, tied: list[tuple[str, str]]) -> None:
         module.get_submodule(holder)._parameters[last] = parameter
 
 
-def assign_styles(plan: TensorPlan, sequence_parallel: bool, loss_parallel: bool) -> dict[str, TensorStyle]:
+def assign_styles(plan: TensorPlan, sequence_parallel: bool) -> dict[str, TensorStyle]:
     """Returns a style for every module that has parameters or needs one, in the order of the model.
 
     Args:
         plan: Tensor-parallel plan of the model.
         sequence_parallel: Whether the tokens between blocks are split over the ranks.
-        loss_parallel: Whether the logits stay split in the vocabulary.
 
     Raises:
         ValueError: The layout of a module's input does not fit its style.
     """
-    return _Styling(plan, sequence_parallel, loss_parallel).collect()
+    return _Styling(plan, sequence_parallel).collect()
 
 
 class _Styling:
     """Translates a `TensorPlan` to styles."""
 
-    def __init__(self, plan: TensorPlan, sequence_parallel: bool, loss_parallel: bool) -> None:
+    def __init__(self, plan: TensorPlan, sequence_parallel: bool) -> None:
         self._plan = plan
-        self._loss_parallel = loss_parallel
         self._stream: Placement = Shard(STREAM_TOKEN_DIM) if sequence_parallel else Replicate()
         self._blocks = {name: self._block(name) for name in plan.blocks}
         self._mixtures = {name: Mixture(self._stream) for name in plan.mixtures}
-        if loss_parallel and plan.head is None and hasattr(plan.model, "get_output_embeddings"):
-            raise ValueError(f"loss_parallel=True: {class_name(plan.model)} has no output embeddings")
 
     def collect(self) -> dict[str, TensorStyle]:
         styles: dict[str, TensorStyle] = {**self._blocks, **self._mixtures}
@@ -434,7 +429,7 @@ class _Styling:
         if packing:
             return PackedColwise(source, packing.parts(plan.blocks[block]))
         if plan.head is not None and f"{name}.".startswith(f"{plan.head}."):
-            return Colwise(source, "divided" if self._loss_parallel else "gathered")
+            return Colwise(source, "divided")
         if block is None and self._stream.is_shard() and style == "colwise":
             raise ValueError(
                 f"sequence_parallel=True: {name} is not inside an attention or MLP module, so it gets only this rank's "

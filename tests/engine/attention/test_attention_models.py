@@ -12,9 +12,9 @@ from support.markers.slow import slow_if
 from torch import nn
 
 BOUND = 1e-5
-SLICES = {"slice_tokens": 16, "host_backed": "all", "alpha": 0.5}
+SLICES = {"slice_tokens": 16, "stream_from_host": "hidden", "alpha": 0.5}
 WHOLE: list[dict[str, Any]] = [{"alpha": 0.0}, {"alpha": 0.5}, {"alpha": 1.0}, {}]
-CUT: list[dict[str, Any]] = [*WHOLE, SLICES, {"schedule": "slice", "slice_tokens": 16}]
+CUT: list[dict[str, Any]] = [*WHOLE, SLICES, {"stream_from_host": "model", "slice_tokens": 16}]
 
 TRAINED: dict[str, tuple[Callable[[], nn.Module], list[dict[str, Any]]]] = {
     "gpt_oss": (models.gpt_oss, CUT),
@@ -56,11 +56,11 @@ def test_gradients_are_those_of_plain_training(name: str, settings: dict[str, An
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "T5, slices": ("t5_eager", SLICES, 'set host_backed="none"'),
-    "Bloom, slices": ("bloom", SLICES, 'set host_backed="none"'),
-    "Whisper, slices": ("whisper", SLICES, 'set host_backed="none"'),
-    "other lengths, slices": ("CrossDecoder", SLICES, 'set host_backed="none"'),
-    "other tokens, slices": ("ReadingDecoder", SLICES, 'set host_backed="none"'),
+    "T5, slices": ("t5_eager", SLICES, 'set stream_from_host="none"'),
+    "Bloom, slices": ("bloom", SLICES, 'set stream_from_host="none"'),
+    "Whisper, slices": ("whisper", SLICES, 'set stream_from_host="none"'),
+    "other lengths, slices": ("CrossDecoder", SLICES, 'set stream_from_host="none"'),
+    "other tokens, slices": ("ReadingDecoder", SLICES, 'set stream_from_host="none"'),
 }
 
 
@@ -84,5 +84,5 @@ def test_models_that_count_tokens_themselves_are_refused_slice_by_slice(
     build: Callable[[], nn.Module], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words) as caught:
-        train(build, [models.text()], plan_memory=False, schedule="slice", slice_tokens=16)
-    assert 'use schedule="layer"' in str(caught.value)
+        train(build, [models.text()], plan_memory=False, stream_from_host="model", slice_tokens=16)
+    assert 'use stream_from_host="hidden"' in str(caught.value)

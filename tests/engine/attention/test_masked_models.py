@@ -205,21 +205,21 @@ def test_gradients_are_those_of_plain_training(
     assert max(found.values()) < BOUND, found
 
 
-@slow_if(lambda build, host_backed: build is own_window or (build is llama and host_backed == "none"))
+@slow_if(lambda build, stream_from_host: build is own_window or (build is llama and stream_from_host == "none"))
 @pytest.mark.parametrize(
-    ("build", "batch", "host_backed"),
+    ("build", "batch", "stream_from_host"),
     [
         (llama, left_padded, "none"),
-        (llama, left_padded, "all"),
-        (window, left_padded, "all"),
+        (llama, left_padded, "hidden"),
+        (window, left_padded, "hidden"),
         (gemma4, text, "attention"),
-        (gemma4, left_padded, "all"),
+        (gemma4, left_padded, "hidden"),
         (llama4, left_padded, "none"),
-        (own_window, text, "all"),
+        (own_window, text, "hidden"),
     ],
 )
-def test_slices(build: Callable[[], nn.Module], batch: Callable[[], Batch], host_backed: str) -> None:
-    trained = train(build, [batch()] * 2, alpha=0.5, slice_tokens=32, host_backed=host_backed)
+def test_slices(build: Callable[[], nn.Module], batch: Callable[[], Batch], stream_from_host: str) -> None:
+    trained = train(build, [batch()] * 2, alpha=0.5, slice_tokens=32, stream_from_host=stream_from_host)
     found = errors(trained, plain_training(build, batch))
     assert max(found.values()) < BOUND, found
 
@@ -230,11 +230,16 @@ def test_slices(build: Callable[[], nn.Module], batch: Callable[[], Batch], host
         (
             eager,
             [left_padded()],
-            {"slice_tokens": 32, "host_backed": "all"},
+            {"slice_tokens": 32, "stream_from_host": "hidden"},
             "LlamaDecoderLayer gets an attention mask of all tokens, which is a tensor",
         ),
-        (llama4, [text()], {"slice_tokens": 32, "schedule": "slice"}, "neither causal, nor a sliding window, nor full"),
-        (llama, [left_padded()], {"slice_tokens": 32, "schedule": "slice"}, "padding that is not on the right"),
+        (
+            llama4,
+            [text()],
+            {"slice_tokens": 32, "stream_from_host": "model"},
+            "neither causal, nor a sliding window, nor full",
+        ),
+        (llama, [left_padded()], {"slice_tokens": 32, "stream_from_host": "model"}, "padding that is not on the right"),
     ],
 )
 def test_refusals(build: Callable[[], nn.Module], data: list[Batch], settings: dict[str, Any], message: str) -> None:
@@ -256,7 +261,7 @@ def test_steps_with_and_without_images(images: tuple[bool, bool]) -> None:
 
 
 def test_windows_by_masks_only_in_slices_of_the_model() -> None:
-    result = train(qwen2_moe, [text(), text()], alpha=0.5, slice_tokens=32, schedule="slice")
+    result = train(qwen2_moe, [text(), text()], alpha=0.5, slice_tokens=32, stream_from_host="model")
     found = errors(result, plain_training(qwen2_moe, text))
     assert max(found.values()) < BOUND, found
 

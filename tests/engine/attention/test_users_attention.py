@@ -27,7 +27,7 @@ from lightning_memo import MemoStrategy
 SETTINGS: list[dict[str, Any]] = [
     {"alpha": 0.0},
     {"alpha": 0.5},
-    {"alpha": 0.5, "slice_tokens": 16, "host_backed": "all"},
+    {"alpha": 0.5, "slice_tokens": 16, "stream_from_host": "hidden"},
 ]
 
 
@@ -67,7 +67,7 @@ REGISTERED = {"louder": registered(louder, "louder"), "off_by_one": registered(o
 def test_registered_functions_compute_what_they_compute_in_plain_training(name: str, settings: dict[str, Any]) -> None:
     build = REGISTERED[name]
     if name == "off_by_one" and "slice_tokens" in settings:
-        with pytest.raises(ValueError, match=r'may not compute each token by itself.*set host_backed="none"'):
+        with pytest.raises(ValueError, match=r'may not compute each token by itself.*set stream_from_host="none"'):
             train(build, [text()], plan_memory=False, **settings)
         return
     module = train(build, [text(), text()], plan_memory=False, **settings)

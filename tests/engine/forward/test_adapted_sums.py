@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memo.artifacts.costs import Place
-from lightning_memo.engine.slices.recomputed_sums import SumMode
+from lightning_memo.engine.slices.recomputed_products import SumMode
 
 # Distance to fp64 of a step in slices, in units of plain training's own: 0.8 to 1.3 is measured, and without sums 0.6
 # to 1.4, as that compares the lengths of two small random vectors.
@@ -54,7 +54,7 @@ def train(model: nn.Module, stored: bool = True, amp: bool = False) -> ByKind:
         with ByKind(compared) as under_test:
             under_test.profile_step(batch, amp)
             if compared is double:
-                nested = under_test.engine.layer_classes.schedule == "nest"  # as no kernel of a GPU attends in fp64
+                nested = under_test.engine.layer_classes.joint_attention  # as no kernel of a GPU attends in fp64
                 under_test.load_storage(everything(under_test.products, nested) if stored else BASE)
                 assert under_test.step(batch).distance(plain) <= 1e-12
             under_test.load_storage(BASE | dict.fromkeys(under_test.products if stored else (), WHOLE))
@@ -133,7 +133,7 @@ def train_of_types(model: nn.Module, amp: bool = False) -> None:
         for stored in ((), ("other",), under_test.products):
             under_test.load_storage(BASE | dict.fromkeys(stored, WHOLE))
             assert_equal(under_test.step(batch, amp), plain)
-        nested = under_test.engine.layer_classes.schedule == "nest"
+        nested = under_test.engine.layer_classes.joint_attention
         under_test.load_storage(everything(under_test.products, nested))
         assert under_test.step(batch, amp).distance(exact) <= FARTHER * plain.distance(exact)
     assert under_test.profile is not None

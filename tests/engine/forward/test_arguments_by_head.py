@@ -20,7 +20,7 @@ from lightning_memo.engine.forward.cut_tokens import token_dim_of
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
-ALL_ON_HOST: dict[str, Any] = {"alpha": 0.5, "slice_tokens": 16, "host_backed": "all"}
+ALL_ON_HOST: dict[str, Any] = {"alpha": 0.5, "slice_tokens": 16, "stream_from_host": "hidden"}
 SETTINGS: list[dict[str, Any]] = [*({"alpha": alpha} for alpha in (0.0, 0.5, 1.0)), ALL_ON_HOST]
 CUT = pytest.mark.filterwarnings("error:.*as one slice")
 
@@ -245,7 +245,9 @@ def llama(num_hidden_layers: int = 3) -> nn.Module:
 
 @slow_if(lambda settings: settings["alpha"] != 0.5 or "slice_tokens" not in settings)
 @pytest.mark.parametrize(
-    "settings", [*SETTINGS, *({"alpha": a, "slice_tokens": 16, "schedule": "slice"} for a in (0.0, 0.5, 1.0))], ids=str
+    "settings",
+    [*SETTINGS, *({"alpha": a, "slice_tokens": 16, "stream_from_host": "model"} for a in (0.0, 0.5, 1.0))],
+    ids=str,
 )
 @CUT
 def test_slice_after_slice_through_the_model(settings: dict[str, Any]) -> None:
@@ -253,7 +255,7 @@ def test_slice_after_slice_through_the_model(settings: dict[str, Any]) -> None:
 
 
 @slow_if(lambda method, slices: method == "ring" or slices)
-@pytest.mark.parametrize("slices", [{}, {"slice_tokens": 8, "host_backed": "all"}], ids=["alpha", "host"])
+@pytest.mark.parametrize("slices", [{}, {"slice_tokens": 8, "stream_from_host": "hidden"}], ids=["alpha", "host"])
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_processes_that_share_tokens(method: str, slices: dict[str, Any]) -> None:
     run = Run(family=llama, tokens=45, steps=2)

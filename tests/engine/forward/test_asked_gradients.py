@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 
 SETTINGS: list[dict[str, Any]] = [
     *({"alpha": alpha} for alpha in (0.0, 0.5, 1.0)),
-    {"alpha": 0.5, "slice_tokens": 16, "host_backed": "all"},
+    {"alpha": 0.5, "slice_tokens": 16, "stream_from_host": "hidden"},
 ]
 WHOLE = pytest.mark.filterwarnings("ignore:.*layers run as one slice")
 
@@ -90,7 +90,7 @@ def asking_llama() -> nn.Module:
 
 
 def test_slice_after_slice_through_the_model() -> None:
-    compare(asking_llama, {"alpha": 0.5, "slice_tokens": 16, "schedule": "slice"})
+    compare(asking_llama, {"alpha": 0.5, "slice_tokens": 16, "stream_from_host": "model"})
 
 
 class FrozenAttention(PlainBlock):

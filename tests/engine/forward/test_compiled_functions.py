@@ -16,8 +16,7 @@ from support.trainer_harness import LanguageModel, fit, plain
 from torch import Tensor
 
 from lightning_memo import MemoStrategy
-from lightning_memo.engine.forward.as_written import run_eager
-from lightning_memo.engine.modules.layer_forward import replace_forward
+from lightning_memo.engine.modules.layer_forward import replace_forward, run_eager
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -114,7 +113,7 @@ def test_compiled_modules_that_get_states_on_the_host_rest() -> None:
         return made
 
     with pytest.warns(UserWarning, match="head run uncompiled"):
-        result = fit(MemoStrategy(alpha=0.5, plan_memory=False, slice_tokens=8, host_backed="all"), module())
+        result = fit(MemoStrategy(alpha=0.5, plan_memory=False, slice_tokens=8, stream_from_host="hidden"), module())
     assert result.losses == pytest.approx(plain(module()).losses, abs=3e-6)
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 
 SETTINGS: list[dict[str, Any]] = [
     *({"alpha": alpha} for alpha in (0.0, 0.5, 1.0)),
-    {"alpha": 0.5, "slice_tokens": 16, "host_backed": "all"},
+    {"alpha": 0.5, "slice_tokens": 16, "stream_from_host": "hidden"},
 ]
 
 

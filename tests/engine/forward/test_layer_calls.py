@@ -19,7 +19,7 @@ from lightning_memo import MemoStrategy
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 SETTINGS: list[dict[str, Any]] = [
-    {}, {"alpha": 0.0}, {"alpha": 0.5}, {"alpha": 1.0}, {"alpha": 0.5, "slice_tokens": 8, "host_backed": "all"},
+    {}, {"alpha": 0.0}, {"alpha": 0.5}, {"alpha": 1.0}, {"alpha": 0.5, "slice_tokens": 8, "stream_from_host": "hidden"},
 ]  # fmt: skip
 
 

@@ -27,9 +27,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero 1": {"zero_stage": 1},
     "zero 3": {"zero_stage": 3},
     "offloaded": {"zero_stage": 2, "offload_state": True},
-    "slice": {"schedule": "slice", "slice_tokens": 16},
-    "streamed": {"host_backed": "all", "slice_tokens": 16},
-    "kinds": {"storage": "kinds", "alpha": "auto"},
+    "slice": {"stream_from_host": "model", "slice_tokens": 16},
+    "streamed": {"stream_from_host": "hidden", "slice_tokens": 16},
 }
 
 
@@ -119,9 +118,8 @@ TOLD = {
     "ring": "context_parallel_size=2: set context_parallel_size=1",
     "ulysses": "context_parallel_size=2: set context_parallel_size=1",
     "pipeline": "pipeline_parallel_size=2: set pipeline_parallel_size=1",
-    "slice": "schedule='slice': set schedule='auto'",
-    "streamed": "host_backed='all': set host_backed='auto'",
-    "kinds": "storage='kinds': set storage='auto'",
+    "slice": "stream_from_host='model': set stream_from_host='auto'",
+    "streamed": "stream_from_host='hidden': set stream_from_host='auto'",
 }
 
 

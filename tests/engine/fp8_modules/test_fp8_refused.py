@@ -252,11 +252,10 @@ def test_its_own_checkpointing_is_refused(te: Any) -> None:
 
 # What is given, and which of it is named. Other ways need several processes: see `test_fp8_parallel.py`.
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "slices": ({"slice_tokens": 16, "host_backed": "none"}, "slice_tokens=16: set slice_tokens='auto'"),
-    "streamed": ({"slice_tokens": 16, "host_backed": "attention"}, "host_backed='attention': set host_backed='auto'"),
-    "kinds": (
-        {"alpha": "auto", "storage": "kinds", "device_memory": "1.1MiB", "host_memory": "100KiB"},
-        "storage='kinds': set storage='auto'",
+    "slices": ({"slice_tokens": 16, "stream_from_host": "none"}, "slice_tokens=16: set slice_tokens='auto'"),
+    "streamed": (
+        {"slice_tokens": 16, "stream_from_host": "attention"},
+        "stream_from_host='attention': set stream_from_host='auto'",
     ),
 }
 

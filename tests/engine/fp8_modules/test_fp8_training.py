@@ -200,9 +200,8 @@ def test_a_plan_by_kinds_ends_when_fp8_begins(te: Any) -> None:
 
 
 @slow_if(lambda settings: "plan_memory" in settings)
-@pytest.mark.parametrize("settings", [{"swap_precision": "fp8"}, {"plan_memory": True}, {"alpha": "auto"}], ids=str)
+@pytest.mark.parametrize("settings", [{"plan_memory": True}, {"alpha": "auto"}], ids=str)
 def test_other_settings_change_nothing(te: Any, settings: dict[str, Any]) -> None:
-    """Bytes of FP8 are integers, which `swap_precision` leaves as they are, and whole layers swap exactly."""
     _, expected = trained(None, InFp8(recipe_of("delayed")), max_steps=4)
     _, found = trained(MemoStrategy(**SETTINGS | {"alpha": 1.0} | settings), InFp8(recipe_of("delayed")), max_steps=4)
     compare(found, expected)

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_memo.engine.memory import host_arena
-from lightning_memo.engine.memory.host_arena import HostArena, host_memory
+from lightning_memo.engine.memory import host
+from lightning_memo.engine.memory.host import HostArena, host_memory
 
 
 def test_host_memory_has_pages_of_its_own() -> None:
@@ -85,7 +85,7 @@ def test_locked_pages_are_written_first_by_threads_near_the_device(
     if near is not None:
         (tmp_path / "0001:a3:00.0").mkdir()
         (tmp_path / "0001:a3:00.0" / "local_cpulist").write_text(near.format(own=first))
-    monkeypatch.setattr(host_arena, "_DEVICES", tmp_path)
+    monkeypatch.setattr(host, "_DEVICES", tmp_path)
     bound: list[tuple[int, set[int]]] = []
     bind = os.sched_setaffinity
     monkeypatch.setattr(os, "sched_setaffinity", lambda *call: (bound.append(call), bind(*call)))

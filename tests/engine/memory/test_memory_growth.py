@@ -97,8 +97,8 @@ def test_after_the_forward_only_the_last_two_layers_are_on_the_device(alpha: flo
         loss = model(**batch).loss
         memory = under_test.engine.memory
         assert memory is not None
-        assert memory.arena.buffers_in_use == 6  # each of the first six slots has one host buffer
-        assert memory.slots_in_use - memory.arena.buffers_in_use == 2  # the last two have the rounding buffers
+        assert memory.host.arena.buffers_in_use == 6  # each of the first six slots has one host buffer
+        assert memory.slots_in_use - memory.host.arena.buffers_in_use == 2  # the last two have the rounding buffers
         assert memory.stats.unplanned_slots == 0
         loss.backward()
         under_test.assert_empty()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memo.engine.memory.noted_tensors import NotedTensor
+from lightning_memo.engine.memory.saved_storages import NotedTensor
 
 CHANGES: list[Callable[[Tensor], object]] = [
     lambda t: t.mul_(2),

@@ -49,7 +49,7 @@ def test_what_was_written_is_read(dim: int, memory: SlotMemory) -> None:
     assert torch.equal(torch.cat(parts, dim), whole)
     assert torch.equal(torch.cat(list(read_rows(t, 4))), whole.view(-1, 3))
     assert torch.equal(part_of(t, dim, 2, 6), whole.narrow(dim, 2, 4))
-    assert memory.state_arena.bytes_in_use == whole.nbytes  # the tensor is still lazy
+    assert memory.states.arena.bytes_in_use == whole.nbytes  # the tensor is still lazy
     del t, parts
     assert memory.slots_in_use == 0
 

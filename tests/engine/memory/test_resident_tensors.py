@@ -9,7 +9,7 @@ from support.samples.storage_kinds import TOKENS, ByKind, everything
 from torch import Tensor
 
 from lightning_memo.engine.layers.call_storage import ResidentTensors
-from lightning_memo.engine.memory.noted_tensors import NotedTensor
+from lightning_memo.engine.memory.saved_storages import NotedTensor
 
 
 def test_a_whole_tensor_is_kept_without_a_copy() -> None:

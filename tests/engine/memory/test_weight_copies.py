@@ -15,7 +15,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memo.engine.saved_tensors.weight_copies import WeightCopies
+from lightning_memo.artifacts.plan import StreamFromHost
+from lightning_memo.engine.saved_tensors.call_arguments import WeightCopies
 
 BATCH = make_batch(2, 48)
 FEW = ("llama", "gpt2_dropout")
@@ -87,13 +88,15 @@ def test_no_copy_of_a_layers_weight_waits_for_the_backward(
         assert actual.distance(expected) <= 4 * 2**-9  # a few roundings of bf16, 2**-9 of a value at most, differ
 
 
-@slow_if(lambda schedule: schedule == "layer")
-@pytest.mark.parametrize("schedule", ["layer", "slice"])
-def test_no_copy_for_a_slice_waits_for_the_backward(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@slow_if(lambda stream_from_host: stream_from_host == "hidden")
+@pytest.mark.parametrize("stream_from_host", ["hidden", "model"])
+def test_no_copy_for_a_slice_waits_for_the_backward(
+    stream_from_host: StreamFromHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gradients accumulated over two batches are bit-identical to those with a copy for each slice."""
     model, weights = build("llama")
     batches = BATCH, make_batch(2, 40)
-    with EngineUnderTest(model, schedule, slice_tokens=12, host_backed="all", check_slices=False) as under_test:
+    with EngineUnderTest(model, slice_tokens=12, stream_from_host=stream_from_host, check_slices=False) as under_test:
         under_test.profile_step(BATCH, amp=True)
         under_test.load(0.5)
 

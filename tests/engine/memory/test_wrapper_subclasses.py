@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.families import PlainBlock, PlainModel
 from support.markers.slow import slow_if
+from support.modes import BY_KIND
 from support.trainer_harness import LanguageModel, fit, loader, plain
 from support.wrapped_tensors import Opaque, Rounded, RoundedLinear
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ def module(kind: type[Tensor]) -> LanguageModel:
 
 
 CASES = [
-    *((Rounded, settings) for settings in ({"alpha": 0.0}, {"alpha": 1.0}, {"alpha": 0.5}, {"storage": "kinds"})),
+    *((Rounded, settings) for settings in ({"alpha": 0.0}, {"alpha": 1.0}, {"alpha": 0.5}, {"test_mode": BY_KIND})),
     *((Opaque, settings) for settings in ({"alpha": 0.0}, {"alpha": 1.0})),  # has no form without values
 ]
 
@@ -36,7 +37,7 @@ CASES = [
 @slow_if(lambda kind, settings: kind is Rounded and settings.get("alpha") in (0.0, 1.0))
 @pytest.mark.parametrize(("kind", "settings"), CASES, ids=str)
 def test_losses_are_those_of_plain_training(kind: type[Tensor], settings: dict[str, object]) -> None:
-    budget = {"device_memory": "1100KiB"} if "storage" in settings else {}
+    budget = {"device_memory": "1100KiB"} if "test_mode" in settings else {}
     strategy = MemoStrategy(plan_memory=False, **settings, **budget)
     result, expected = fit(strategy, module(kind), max_steps=3), plain(module(kind), max_steps=3)
     exact = settings.get("alpha") in (0.0, 1.0)

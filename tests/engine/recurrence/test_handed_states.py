@@ -75,12 +75,12 @@ def test_gradients_at_every_alpha_and_in_any_mix_of_slices(config: str) -> None:
             assert_like(under_test.step(batch), plain)
 
 
-@slow_if(lambda config, schedule: schedule != "slice" or config != "Lfm2Config")
-@pytest.mark.parametrize(("host_backed", "schedule"), [("attention", "auto"), ("all", "auto"), ("all", "slice")])
+@slow_if(lambda config, stream_from_host: stream_from_host != "model" or config != "Lfm2Config")
+@pytest.mark.parametrize("stream_from_host", ["attention", "hidden", "model"])
 @pytest.mark.parametrize("config", HYBRIDS)
-def test_host_backed_slices(config: str, host_backed: Any, schedule: str) -> None:
-    batch, plain, slices = make_batch(), reference(config), {"slice_tokens": 16, "host_backed": host_backed}
-    with EngineUnderTest(make_hybrid(config), schedule, **slices) as under_test:
+def test_host_backed_slices(config: str, stream_from_host: Any) -> None:
+    batch, plain, slices = make_batch(), reference(config), {"slice_tokens": 16, "stream_from_host": stream_from_host}
+    with EngineUnderTest(make_hybrid(config), **slices) as under_test:
         assert_like(under_test.profile_step(batch), plain)
         for alpha in (0.0, 0.5, 1.0):
             under_test.load(alpha)
@@ -90,8 +90,10 @@ def test_host_backed_slices(config: str, host_backed: Any, schedule: str) -> Non
 def test_a_later_layer_whose_attention_needs_all_tokens_is_refused_slice_by_slice() -> None:
     """The first layer has no attention."""
     model = make_hybrid("Qwen3NextConfig", attention_dropout=0.1)
-    refused = pytest.raises(ValueError, match=r'^schedule="slice" runs .* draws dropout: use schedule="layer"$')
-    with EngineUnderTest(model, "slice", slice_tokens=16, host_backed="all") as under_test, refused:
+    refused = pytest.raises(
+        ValueError, match=r'^stream_from_host="model" runs .* draws dropout: set stream_from_host="none"$'
+    )
+    with EngineUnderTest(model, slice_tokens=16, stream_from_host="model") as under_test, refused:
         under_test.profile_step(make_batch())
 
 
@@ -152,7 +154,7 @@ def test_frozen_weights(config: str, freeze: Callable[[nn.Module], None]) -> Non
 def test_evaluation_in_slices() -> None:
     model, batch = make_hybrid("BambaConfig"), make_batch()
     plain = model(**batch).loss
-    with torch.enable_grad(), EngineUnderTest(model, slice_tokens=16, host_backed="all") as under_test:
+    with torch.enable_grad(), EngineUnderTest(model, slice_tokens=16, stream_from_host="hidden") as under_test:
         under_test.profile_step(batch)
         under_test.load(0.5)
         with torch.no_grad():
@@ -161,11 +163,13 @@ def test_evaluation_in_slices() -> None:
     torch.testing.assert_close(loss, plain, rtol=1e-6, atol=0)
 
 
-@slow_if(lambda host_backed: host_backed == "none")
-@pytest.mark.parametrize(("host_backed", "profiled"), [("none", None), ("attention", 64)])
-def test_slots_have_room_for_states(host_backed: Any, profiled: int | None) -> None:
+@slow_if(lambda stream_from_host: stream_from_host == "none")
+@pytest.mark.parametrize(("stream_from_host", "profiled"), [("none", None), ("attention", 64)])
+def test_slots_have_room_for_states(stream_from_host: Any, profiled: int | None) -> None:
     batch = make_batch(256)
-    with EngineUnderTest(make_hybrid("BambaConfig"), slice_tokens=profiled, host_backed=host_backed) as under_test:
+    with EngineUnderTest(
+        make_hybrid("BambaConfig"), slice_tokens=profiled, stream_from_host=stream_from_host
+    ) as under_test:
         under_test.profile_step(batch)
         for alpha in (0.0, 0.5, 1.0):
             under_test.load(alpha, 64)

@@ -22,7 +22,7 @@ from lightning_memo.engine.state.random_states import OtherGenerators
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 ALPHAS = [0.0, 0.5, 1.0]
-SLICES = {"alpha": 0.5, "slice_tokens": 16, "host_backed": "all"}
+SLICES = {"alpha": 0.5, "slice_tokens": 16, "stream_from_host": "hidden"}
 
 
 class Drawn(Recording):
@@ -132,7 +132,9 @@ def test_one_number_for_all_slices(kind: type[nn.Module], settings: dict[str, An
 
 
 def test_settings_that_need_slices() -> None:
-    with pytest.raises(ValueError, match=r"Generators .*: draws numbers of random\.Random: set host_backed") as caught:
+    with pytest.raises(
+        ValueError, match=r"Generators .*: draws numbers of random\.Random: set stream_from_host"
+    ) as caught:
         compare(drawing(Generators, lambda layer, x: layer.of_python.random()), SLICES)
     assert "\n" not in str(caught.value)
 

@@ -306,7 +306,7 @@ class Around(Recording):
 
 
 CUT: list[dict[str, Any]] = [
-    *({"alpha": a} for a in ALPHAS), {"alpha": 0.5, "slice_tokens": 16, "host_backed": "all"}
+    *({"alpha": a} for a in ALPHAS), {"alpha": 0.5, "slice_tokens": 16, "stream_from_host": "hidden"}
 ]  # fmt: skip
 
 

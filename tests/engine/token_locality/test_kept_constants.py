@@ -84,7 +84,7 @@ def test_constants_that_the_first_layer_makes(constant: Callable[[PlainBlock], T
         forget()
         return blocks(scaling(constant))()
 
-    compare(build, {"alpha": 0.5, "slice_tokens": 8, "host_backed": "all"})
+    compare(build, {"alpha": 0.5, "slice_tokens": 8, "stream_from_host": "hidden"})
     kept = [*KEPT.values(), *filter(torch.is_tensor, [OBJECT.slopes]), slopes(32)]
     assert not any(isinstance(t, FakeTensor) for t in kept)
     forget()

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 ALPHAS = [0.0, 0.5, 1.0]
-HOST = {"alpha": 0.5, "slice_tokens": 8, "host_backed": "all"}
+HOST = {"alpha": 0.5, "slice_tokens": 8, "stream_from_host": "hidden"}
 
 
 class KeyMasked(PlainBlock):

@@ -22,7 +22,7 @@ from lightning_memo import MemoStrategy
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 WHOLE: list[dict[str, Any]] = [{"alpha": 0.0}, {"alpha": 0.5}, {"alpha": 1.0}]
-CUT: list[dict[str, Any]] = [*WHOLE, {"alpha": 0.5, "slice_tokens": 8, "host_backed": "all"}]
+CUT: list[dict[str, Any]] = [*WHOLE, {"alpha": 0.5, "slice_tokens": 8, "stream_from_host": "hidden"}]
 
 
 class Conjugated(PlainBlock):

@@ -98,8 +98,8 @@ def test_gradients_are_those_of_plain_training(kind: type[nn.Module], settings: 
 
 
 def test_a_run_that_needs_slices_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Fours computes otherwise for 48 tokens: .*: set host_backed"):
-        train(lambda: PlainModel([Fours()]), [batch()], alpha=0.5, slice_tokens=12, host_backed="all")
+    with pytest.raises(ValueError, match=r"Fours computes otherwise for 48 tokens: .*: set stream_from_host"):
+        train(lambda: PlainModel([Fours()]), [batch()], alpha=0.5, slice_tokens=12, stream_from_host="hidden")
 
 
 def test_a_slice_of_the_model_is_refused() -> None:
@@ -109,5 +109,5 @@ def test_a_slice_of_the_model_is_refused() -> None:
             [batch()] * 2,
             alpha=0.5,
             slice_tokens=24,
-            host_backed="all",
+            stream_from_host="hidden",
         )

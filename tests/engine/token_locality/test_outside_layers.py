@@ -1,4 +1,4 @@
-"""Schedule "slice": a model that relates tokens outside of its layers is refused, and others are trained as before."""
+"""`stream_from_host="model"`: models that relate tokens outside of layers are refused, and others trained as before."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def build(part: str = "", change: Callable[[Tensor], Tensor] | None = None) -> n
 def step(model: nn.Module, batch: dict[str, Any] = BATCH) -> None:
     """Train plainly and slice by slice, and compare."""
     plain = loss_and_gradients(model, batch)
-    with EngineUnderTest(model, "slice", slice_tokens=16, host_backed="all") as under_test:
+    with EngineUnderTest(model, slice_tokens=16, stream_from_host="model") as under_test:
         assert_close(under_test.profile_step(batch), plain)
         under_test.load(0.5)
         assert_close(under_test.step(batch), plain)
@@ -84,7 +84,7 @@ def step(model: nn.Module, batch: dict[str, Any] = BATCH) -> None:
     ],
 )
 def test_what_relates_tokens_is_refused(part: str, change: Callable[[Tensor], Tensor], why: str) -> None:
-    with pytest.raises(ValueError, match='schedule="slice" runs the model slice after slice') as caught:
+    with pytest.raises(ValueError, match='stream_from_host="model" runs the model slice after slice') as caught:
         step(build(part, change))
     caught.match(why.format(part=part))
 
@@ -134,7 +134,7 @@ def test_code_of_the_model_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_on_parameters_are_refused(name: str, register: str) -> None:
     model = build()
-    with EngineUnderTest(model, "slice", slice_tokens=16, host_backed="all") as under_test:
+    with EngineUnderTest(model, slice_tokens=16, stream_from_host="model") as under_test:
         under_test.profile_step(BATCH)
         handle = getattr(model.get_parameter(name), register)(lambda p: None)
         with pytest.raises(ValueError, match=f"hooks on its parameter {name}, which would get the gradient of each"):
@@ -158,20 +158,20 @@ def test_what_is_drawn_for_all_tokens_is_refused() -> None:
     for layer in model.model.layers:
         layer.mlp.__class__ = DrawingMLP
     with (
-        EngineUnderTest(model, "slice", slice_tokens=16, host_backed="all") as under_test,
+        EngineUnderTest(model, slice_tokens=16, stream_from_host="model") as under_test,
         pytest.raises(ValueError, match=r"model\.layers\.0\.mlp draws random numbers for all tokens at once, "),
     ):
         under_test.step(BATCH)
     for layer in model.model.layers:
         layer.mlp.each_token = True
-    with EngineUnderTest(model, "slice", slice_tokens=16, host_backed="all") as under_test:
+    with EngineUnderTest(model, slice_tokens=16, stream_from_host="model") as under_test:
         under_test.step(BATCH)
 
 
 @pytest.mark.parametrize("part", [*PARTS, "model.layers.1"])
 def test_hooks_of_a_user_are_refused(part: str) -> None:
     model = build()
-    with EngineUnderTest(model, "slice", slice_tokens=16, host_backed="all") as under_test:
+    with EngineUnderTest(model, slice_tokens=16, stream_from_host="model") as under_test:
         under_test.profile_step(BATCH)
         seen: list[torch.Size] = []
         model.get_submodule(part).register_forward_hook(lambda module, x, y: seen.append(y.shape))
@@ -183,7 +183,7 @@ def test_hooks_of_a_user_are_refused(part: str) -> None:
 def test_a_proof_leaves_no_trace() -> None:
     model = build()
     before = [dict(vars(module)) for module in model.modules()]
-    with EngineUnderTest(model, "slice", slice_tokens=16, host_backed="all") as under_test:
+    with EngineUnderTest(model, slice_tokens=16, stream_from_host="model") as under_test:
         under_test.profile_step(BATCH)
     assert [dict(vars(module)).keys() for module in model.modules()] == [held.keys() for held in before]
 
@@ -234,7 +234,7 @@ def test_padding_without_labels_is_trained() -> None:
 )
 def test_what_a_slice_would_compute_otherwise_is_refused(batch: dict[str, Any], message: str) -> None:
     model = build()
-    with EngineUnderTest(model, "slice", slice_tokens=16, host_backed="all") as under_test:
+    with EngineUnderTest(model, slice_tokens=16, stream_from_host="model") as under_test:
         with pytest.raises(ValueError, match=message):
             model(**batch)
         under_test.assert_empty()
@@ -242,7 +242,7 @@ def test_what_a_slice_would_compute_otherwise_is_refused(batch: dict[str, Any], 
 
 def test_weights_that_are_computed_are_refused() -> None:
     model = build()
-    with EngineUnderTest(model, "slice", slice_tokens=16, host_backed="all"):
+    with EngineUnderTest(model, slice_tokens=16, stream_from_host="model"):
         weights = {name: p * 1.1 for name, p in model.named_parameters()}
         with pytest.raises(ValueError, match=r"weights that are computed from others \(functional_call\)"):
             torch.func.functional_call(model, weights, (), BATCH)
@@ -259,6 +259,6 @@ def test_weights_that_are_computed_are_refused() -> None:
 def test_what_the_configuration_asks_for_is_refused(setting: str, value: bool, message: str) -> None:
     model: Any = build()
     setattr(model.config, setting, value)
-    under_test = EngineUnderTest(model, "slice", slice_tokens=16, host_backed="all")
+    under_test = EngineUnderTest(model, slice_tokens=16, stream_from_host="model")
     with under_test, pytest.raises(ValueError, match=message):
         model(**BATCH | {"position_ids": RESTARTING})

@@ -125,7 +125,7 @@ class Bounded(PlainBlock):
 
 
 @pytest.mark.filterwarnings("error:.*as one slice")
-@pytest.mark.parametrize("settings", [{"alpha": 0.0}, {"alpha": 0.5, "slice_tokens": 8, "host_backed": "all"}])
+@pytest.mark.parametrize("settings", [{"alpha": 0.0}, {"alpha": 0.5, "slice_tokens": 8, "stream_from_host": "hidden"}])
 def test_weights_that_are_kept_within_bounds(settings: dict[str, Any]) -> None:
     """The layers are cut."""
     compare(blocks(Bounded), settings)

@@ -162,7 +162,7 @@ def test_modules_that_users_put_outside_the_layers(name: str) -> None:
         if name != "head: spectral norm":
             with chunked(model):
                 assert_close(loss_and_gradients(model, BATCH), expected)
-        with EngineUnderTest(build(*CHANGED[name]), host_backed="all", slice_tokens=8) as under_test:
+        with EngineUnderTest(build(*CHANGED[name]), stream_from_host="hidden", slice_tokens=8) as under_test:
             assert_close(under_test.profile_step(BATCH), expected)
 
 

@@ -16,6 +16,7 @@ from support.architectures.mixtures import MIXTURES, lopsided
 from support.devices import skip_ring_on_cuda
 from support.families import FAMILIES
 from support.markers.slow import slow_if
+from support.modes import JOINT
 from support.parallel_training import Outcome, Run, train, train_alone, train_together
 from support.processes import run_in_processes
 from support.samples.configurations import BOUND
@@ -89,9 +90,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "alpha=0": {"alpha": 0.0},
     "alpha=1": {"alpha": 1.0, "plan_memory": True},
     "slices": {"alpha": 0.5, "slice_tokens": 100},
-    "slices on the device": {"alpha": 0.5, "slice_tokens": 100, "host_backed": "none"},
-    "nested slices": {"alpha": 0.5, "slice_tokens": 100, "schedule": "nest"},
-    "states on the host": {"alpha": 0.5, "slice_tokens": 100, "host_backed": "all"},
+    "slices on the device": {"alpha": 0.5, "slice_tokens": 100, "stream_from_host": "none"},
+    "nested slices": {"alpha": 0.5, "slice_tokens": 100, "test_mode": JOINT},
+    "states on the host": {"alpha": 0.5, "slice_tokens": 100, "stream_from_host": "hidden"},
     "little memory": {"device_memory": "5MiB"},
     "shared sequences": {"alpha": 0.5, "slice_tokens": 50, "context_parallel_size": 2, "zero_stage": 3},
 }
@@ -185,14 +186,14 @@ def test_checkpoints_hold_whole_experts(uninterrupted: Any, of: str, to: str) ->
 @pytest.mark.parametrize(
     ("settings", "processes", "message"),
     [
-        ({"expert_parallel_size": 3}, 4, "=3 does not fit data_parallel_size=4 .*; it can be 1, 2, 4$"),
-        ({"expert_parallel_size": 2}, 1, "=2 does not fit data_parallel_size=1 .*; it can be 1$"),
+        ({"expert_parallel_size": 3}, 4, "=3 does not fit 4 processes with .*; it can be 1, 2, 4$"),
+        ({"expert_parallel_size": 2}, 1, "=2 does not fit 1 processes with .*; it can be 1$"),
         (
             {"expert_parallel_size": 4, "context_parallel_size": 6},
             12,
             "=4 does not fit .*; it can be 1, 2, 3, 6, 12$",
         ),
-        ({"expert_parallel_size": 4, "tensor_parallel_size": 2}, 4, "=4 does not fit data_parallel_size=2"),
+        ({"expert_parallel_size": 4, "tensor_parallel_size": 2}, 4, "=4 does not fit 2 processes with"),
     ],
 )
 def test_sizes_that_do_not_fit(settings: dict[str, Any], processes: int, message: str) -> None:

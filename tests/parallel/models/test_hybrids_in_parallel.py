@@ -58,21 +58,21 @@ def test_equals_one_process_at_every_alpha(config: str, configuration: str, alph
 
 
 QUICK_SLICES = {("Qwen3NextConfig", "cp2 ring", "none")}
-MORE_SLICES = {("Lfm2Config", "cp2 ulysses", "all")}
+MORE_SLICES = {("Lfm2Config", "cp2 ulysses", "hidden")}
 OTHER_SLICES = zip(
-    itertools.product(KINDS, (WAYS[0], WAYS[1], WAYS[3])), itertools.cycle(("none", "all", "attention", "all")),
+    itertools.product(KINDS, (WAYS[0], WAYS[1], WAYS[3])), itertools.cycle(("none", "hidden", "attention", "hidden")),
     strict=False,
 )  # fmt: skip
 
 
-@slow_if(lambda config, configuration, host_backed: (config, configuration, host_backed) not in QUICK_SLICES)
+@slow_if(lambda config, configuration, stream_from_host: (config, configuration, stream_from_host) not in QUICK_SLICES)
 @pytest.mark.parametrize(
-    ("config", "configuration", "host_backed"),
+    ("config", "configuration", "stream_from_host"),
     sorted(QUICK_SLICES.union(MORE_SLICES, ((*case, backed) for case, backed in OTHER_SLICES))),
 )
-def test_slices(config: str, configuration: str, host_backed: str) -> None:
+def test_slices(config: str, configuration: str, stream_from_host: str) -> None:
     run = Run(family=MODELS[config], tokens=61, steps=2)
-    check(configuration, run, alpha=0.5, slice_tokens=7, host_backed=host_backed)
+    check(configuration, run, alpha=0.5, slice_tokens=7, stream_from_host=stream_from_host)
 
 
 @slow_if(lambda config, configuration: (config, configuration) != ("BambaConfig", "cp2 ring"))
@@ -163,7 +163,7 @@ def evaluate(run: Run, settings: dict[str, Any]) -> tuple[float, float]:
 
 
 @slow_if(lambda settings: bool(settings))
-@pytest.mark.parametrize("settings", [{}, {"slice_tokens": 8, "host_backed": "attention"}])
+@pytest.mark.parametrize("settings", [{}, {"slice_tokens": 8, "stream_from_host": "attention"}])
 def test_validation_with_a_cache_and_another_length(settings: dict[str, Any]) -> None:
     run = Run(family=MODELS["Qwen3NextConfig"], tokens=45, steps=1)
     model = LanguageModel(run.build).eval()
@@ -208,9 +208,9 @@ def test_a_later_layer_whose_attention_needs_all_tokens_is_refused_where_slices_
     """The first layer has no attention, and the batch is laid out for slices before the second one runs."""
     run = Run(family=functools.partial(make_hybrid, "Qwen3NextConfig", attention_dropout=0.1), tokens=61)
     size, settings = CONFIGURATIONS["cp2 ulysses"]
-    settings = settings | {"slice_tokens": 7, "host_backed": "attention"}
-    why = r"Qwen3NextDecoderLayer needs all tokens at once, because .*: set host_backed=\"none\""
-    with pytest.raises(ProcessError, match=f"ValueError: host_backed=.* but attention of {why}\n"):
+    settings = settings | {"slice_tokens": 7, "stream_from_host": "attention"}
+    why = r"Qwen3NextDecoderLayer needs all tokens at once, because .*: set stream_from_host=\"none\""
+    with pytest.raises(ProcessError, match=f"ValueError: stream_from_host=.* but attention of {why}\n"):
         run_in_processes(size, train, run, settings)
 
 

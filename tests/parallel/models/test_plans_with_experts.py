@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback
 from support.architectures.mixtures import deepseek_v3, lopsided
 from support.markers.slow import slow_if
+from support.modes import BY_KIND
 from support.parallel_training import Run, train, train_alone, train_together
 from support.processes import run_in_processes
 from support.samples.collectives import Counting
@@ -45,7 +46,7 @@ def test_plans_by_kind_of_tensor(case: str) -> None:
     """All processes have one plan, whatever their loads are."""
     size, family, settings = KINDS[case]
     run = Run(family=family, tokens=300, batch=size, steps=3, layers=4)
-    together = train_together(size, run, _EP2 | settings | {"storage": "kinds"}, _plan_by_kind)
+    together = train_together(size, run, _EP2 | settings | {"test_mode": BY_KIND}, _plan_by_kind)
     plans = together.notes["calls"]
     assert plans[0] is not None and all(plan == plans[0] for plan in plans)
     errors = together.worst_error(train_alone(run))
@@ -68,7 +69,7 @@ class ChangingLoads(Callback):
 @slow_if(lambda case_id: case_id == "kinds")
 @pytest.mark.parametrize(
     "settings",
-    [{"alpha": 1.0, "plan_memory": True}, {"storage": "kinds", "device_memory": "4MiB"}],
+    [{"alpha": 1.0, "plan_memory": True}, {"test_mode": BY_KIND, "device_memory": "4MiB"}],
     ids=["alpha", "kinds"],
 )
 def test_plans_for_even_loads_run_with_uneven_ones(settings: dict[str, Any]) -> None:
@@ -119,7 +120,7 @@ def _recomputed_slices(trainer: Any) -> dict[str, Any]:
 @pytest.mark.slow
 def test_plans_by_kind_repeat_the_exchanges_of_recomputed_slices_only() -> None:
     run = Run(family="qwen3_moe", tokens=300, steps=3, layers=4)
-    settings = _EP2 | {"storage": "kinds", "device_memory": "3MiB", "check_slices": False}
+    settings = _EP2 | {"test_mode": BY_KIND, "device_memory": "3MiB", "check_slices": False}
     notes = train_together(2, run, settings, _recomputed_slices, watch=Exchanges).notes
     slices, again = notes["slices"][0], notes["recomputed"][0]
     assert 0 < again < slices
@@ -155,7 +156,7 @@ def _costs(trainer: Any) -> dict[str, Any]:
 def test_the_costs_of_layers_include_exchanges() -> None:
     """Four in the forward (hidden states, choices, weights and results), three in each of the other two."""
     run = Run(family="qwen3_moe", tokens=300, steps=1, layers=4)
-    settings = _EP2 | {"storage": "kinds", "device_memory": "3MiB", "check_slices": False}
+    settings = _EP2 | {"test_mode": BY_KIND, "device_memory": "3MiB", "check_slices": False}
     (call,) = train_together(2, run, settings, _costs, watch=SlowExchanges).notes["costs"][0].classes
     assert 4 * _SLOW_SECONDS < call.forward_seconds < 6 * _SLOW_SECONDS
     assert 3 * _SLOW_SECONDS < call.elementwise_seconds < 5 * _SLOW_SECONDS

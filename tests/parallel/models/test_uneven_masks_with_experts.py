@@ -12,6 +12,7 @@ from support.architectures.mixtures import lopsided
 from support.devices import DEVICE
 from support.families import FAMILIES
 from support.markers.slow import slow_if
+from support.modes import JOINT
 from support.parallel_training import Run, train_alone, train_together
 from support.processes import run_in_processes
 from support.samples.configurations import BOUND
@@ -78,10 +79,10 @@ MASKS = (padded_later, padded_on_the_left_later, packed_later, prefix_later, pre
 WAYS: dict[str, dict[str, Any]] = {
     "alpha": {"alpha": 0.5},
     "slices": {"slice_tokens": 20},
-    "slices on the device": {"alpha": 0.5, "slice_tokens": 20, "host_backed": "none"},
-    "states on the host": {"slice_tokens": 20, "host_backed": "all"},
+    "slices on the device": {"alpha": 0.5, "slice_tokens": 20, "stream_from_host": "none"},
+    "states on the host": {"slice_tokens": 20, "stream_from_host": "hidden"},
     "kinds": {"device_memory": "2.2MiB"},
-    "nested slices": {"alpha": 0.5, "schedule": "nest"},
+    "nested slices": {"alpha": 0.5, "test_mode": JOINT},
     "zero3": {"alpha": 0.5, "zero_stage": 3},
     "plain": {},
 }
@@ -107,7 +108,7 @@ def test_masks_on_one_process_only(change: Callable[[int, Row], Row], way: str) 
     [
         ("qwen3_moe", 2, {}),
         pytest.param(lopsided, 2, {"slice_tokens": 20}, id="lopsided"),
-        ("mixtral", 2, {"schedule": "slice", "slice_tokens": 20}),
+        ("mixtral", 2, {"stream_from_host": "model", "slice_tokens": 20}),
         ("mixtral", 4, {"zero_stage": 3}),
         ("mixtral", 4, {"tensor_parallel_size": 2}),
         ("mixtral", 4, {"context_parallel_size": 2, "ulysses_size": 2}),

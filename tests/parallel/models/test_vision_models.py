@@ -124,12 +124,12 @@ def test_two_processes(model: str, method: str, rows: str, alpha: float) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("host_backed", ["attention", "all"])
+@pytest.mark.parametrize("stream_from_host", ["attention", "hidden"])
 @pytest.mark.parametrize("settings", [RING, ULYSSES], ids=["ring", "ulysses"])
 @pytest.mark.parametrize("model", ["qwen2_5_vl", "qwen3_vl"])
-def test_slices_of_rows_that_processes_share(model: str, settings: dict[str, Any], host_backed: str) -> None:
+def test_slices_of_rows_that_processes_share(model: str, settings: dict[str, Any], stream_from_host: str) -> None:
     skip_ring_on_cuda(settings)
-    sliced = {"alpha": 0.5, "slice_tokens": 32, "host_backed": host_backed}
+    sliced = {"alpha": 0.5, "slice_tokens": 32, "stream_from_host": stream_from_host}
     check(functools.partial(build, model), data_of(model, "long"), settings | sliced)
 
 
@@ -182,7 +182,12 @@ def message_of(
 @pytest.mark.parametrize(
     ("model", "rows", "settings", "message"),
     [
-        ("gemma3", ("long",), ULYSSES | {"slice_tokens": 32, "host_backed": "all"}, 'set host_backed="none"'),
+        (
+            "gemma3",
+            ("long",),
+            ULYSSES | {"slice_tokens": 32, "stream_from_host": "hidden"},
+            'set stream_from_host="none"',
+        ),
         ("qwen3_vl", ("odd",), ULYSSES | {"layers": "visual.blocks"}, 'layers="model.model.language_model.layers"'),
         ("gemma3", ("odd", "text"), {}, "some data-parallel processes got a batch with images and others one without"),
     ],

@@ -102,7 +102,7 @@ def test_longer_batches_are_profiled_again() -> None:
         {},
         {"zero_stage": 1},
         {"tensor_parallel_size": 2},
-        {"tensor_parallel_size": 2, "sequence_parallel": False, "loss_parallel": False},
+        {"tensor_parallel_size": 2, "sequence_parallel": False},
         {"context_parallel_size": 2},
         {"context_parallel_size": 2, "ulysses_size": 2},
     ],

@@ -80,7 +80,7 @@ DIVIDED: dict[str, dict[str, Any]] = {
     "blocks x dp2 zero1": {"zero_stage": 1, "virtual_pipeline_size": 2},
     "dp2 zero2": {"zero_stage": 2},
     "blocks x dp2 zero3": {"zero_stage": 3, "virtual_pipeline_size": 2},
-    **{name: CONFIGURATIONS[name][1] for name in ("tp2", "tp2 whole logits", "tp2+sp", "cp2 ring", "cp2 ulysses")},
+    **{name: CONFIGURATIONS[name][1] for name in ("tp2", "tp2+sp", "cp2 ring", "cp2 ulysses")},
     "blocks x tp2+sp": {**CONFIGURATIONS["tp2+sp"][1], "virtual_pipeline_size": 2},
 }
 

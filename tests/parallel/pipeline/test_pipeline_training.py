@@ -14,6 +14,7 @@ import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from support.architectures.hybrids import make_hybrid
 from support.markers.slow import slow_if
+from support.modes import BY_ALPHA
 from support.parallel_training import Run, WatchAlpha, train_alone, train_together
 from support.processes import ProcessError
 from support.samples.configurations import BOUND
@@ -90,8 +91,8 @@ def test_equals_one_process_at_every_alpha(alpha: float, accumulate: int) -> Non
 )
 def test_a_place_for_each_kind_of_tensor(family: str, device_memory: str, blocks: int) -> None:
     run = Run(family=family, tokens=45, batch=6, layers=8, steps=3, clip=0.5)
-    budget = {"storage": "kinds", "device_memory": device_memory, "host_memory": "300KiB"}
-    delays = {"test_mode": TestMode(5, 0.0005)}
+    budget = {"device_memory": device_memory, "host_memory": "300KiB"}
+    delays = {"test_mode": TestMode(5, 0.0005, plans="kinds")}
     notes = check(run, {"virtual_pipeline_size": blocks} | budget | delays)
     assert (notes["calls"], notes["in_use"]) == ([12, 8] if blocks == 2 else [8, 4], [0, 0])
     assert notes["places"][0] == ["device", "host"]
@@ -179,7 +180,7 @@ def test_plain_training_where_memory_is_ample() -> None:
 
 def test_a_small_host_budget_limits_alpha_by_the_micro_batches_in_flight() -> None:
     """With the same budget, the first stage swaps a smaller fraction: eight calls leave the device, two of the last."""
-    settings = {"pipeline_parallel_size": 2, "storage": "alpha", "device_memory": "1MiB", "host_memory": "1MiB"}
+    settings = {"pipeline_parallel_size": 2, "test_mode": BY_ALPHA, "device_memory": "1MiB", "host_memory": "1MiB"}
     outcome = train_together(2, RUN, settings, watch=WatchAlpha)
     errors = outcome.worst_error(train_alone(RUN))
     assert all(errors[part] <= BOUND for part in PARTS), errors

@@ -29,7 +29,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "dp2 x cp2": {"context_parallel_size": 2},
     "alpha 0": {"alpha": 0.0},
     "alpha 1": {"alpha": 1.0},
-    "slices": {"slice_tokens": 8, "host_backed": "all"},
+    "slices": {"slice_tokens": 8, "stream_from_host": "hidden"},
     "offload": {"offload_state": True},
 }
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from support.architectures.layers import Design, Layer, Returned, rotary
 from support.architectures.operations import HIDDEN, LOCAL, MIXING
 from support.harness import gradients_of
+from support.modes import BY_KIND, JOINT
 from support.trainer_harness import batches, make_trainer
 
 VOCABULARY = 32
@@ -69,8 +70,8 @@ def draw(seed: int) -> Architecture:
     slices = {"slice_tokens": r.randint(1, 20)}
     ways: tuple[dict[str, Any], ...] = (
         {}, {"alpha": "auto", "device_memory": "64KiB"}, {"alpha": 0.0}, {"alpha": 1.0}, {"alpha": r.random()},
-        {"alpha": 0.5}, {"alpha": r.random()} | slices, {"alpha": 0.5, "schedule": "nest"}, {"storage": "kinds"},
-        {"alpha": 0.5, "host_backed": r.choice(("attention", "all"))} | slices,
+        {"alpha": 0.5}, {"alpha": r.random()} | slices, {"alpha": 0.5, "test_mode": JOINT}, {"test_mode": BY_KIND},
+        {"alpha": 0.5, "stream_from_host": r.choice(("attention", "hidden"))} | slices,
     )  # fmt: skip
     settings = r.choice(ways) | {"plan_memory": r.random() < 0.1}
     container = r.choice(("list", "list", "nested", "sequence in a list"))

@@ -9,7 +9,6 @@ BOUND = 1e-5
 # Name: processes, and settings of the strategy.
 CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor_parallel_size": 2, "sequence_parallel": False}),
-    "tp2 whole logits": (2, {"tensor_parallel_size": 2, "sequence_parallel": False, "loss_parallel": False}),
     "tp2+sp": (2, {"tensor_parallel_size": 2}),
     "cp2 ring": (2, {"context_parallel_size": 2}),
     "cp2 ulysses": (2, {"context_parallel_size": 2, "ulysses_size": 2}),
@@ -23,7 +22,7 @@ CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 zero1": (2, {"zero_stage": 1}),
     "dp2 zero2": (2, {"zero_stage": 2}),
     "dp2 zero3": (2, {"zero_stage": 3}),
-    "dp2 x cp2": (4, {"context_parallel_size": 2, "data_parallel_size": 2}),
+    "dp2 x cp2": (4, {"context_parallel_size": 2}),
     "dp2 x cp2 zero3 ulysses": (4, {"context_parallel_size": 2, "zero_stage": 3, "ulysses_size": 2}),
     "cp2 x tp2+sp": (4, {"context_parallel_size": 2, "tensor_parallel_size": 2}),
     "cp2 x tp2": (4, {"context_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": False}),

@@ -64,13 +64,13 @@ class ByKind(EngineUnderTest):
         test_mode: TestMode | None = DELAYS,
         disk_path: Path | None = None,
         host_limit: float = math.inf,
-        schedule: str = "auto",
+        joint_attention: bool = False,
     ) -> None:
         super().__init__(model, test_mode=test_mode)
         layers = find_stacks(model)[0].layers
         settings = RequestedSettings(
-            storage="kinds", disk_path=disk_path, test_mode=test_mode, host_limit=lambda: host_limit,
-            schedule=schedule,
+            by_kind=True, disk_path=disk_path, test_mode=test_mode, host_limit=lambda: host_limit,
+            joint_attention=joint_attention,
         )  # fmt: skip
         self.engine = Engine(model, layers, DEVICE, settings)
 
@@ -89,7 +89,7 @@ class ByKind(EngineUnderTest):
             slot=max(map(sum, zip(swapped, spilled, strict=True))), host=sum(swapped[:-2]), disk=tuple(spilled),
             kept=sum(kept),
         )  # fmt: skip
-        swap = SwapPlan(storage=plan, memory=memory, schedule=self.engine.layer_classes.schedule)
+        swap = SwapPlan(storage=plan, memory=memory, joint_attention=self.engine.layer_classes.joint_attention)
         self.engine.load(swap, profile.batch * profile.tokens)
         return swapped, kept
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from lightning_memo.artifacts.costs import CallCosts, LayerCosts, Product, StorageCosts
-from lightning_memo.artifacts.plan import Fingerprint, Plan, PlanMemory, StorageBudget, StoragePlan
-from lightning_memo.planner.plan_storage_kinds import plan_kinds
+from lightning_memo.artifacts.costs import Budget, CallCosts, LayerCosts, Product, StorageCosts
+from lightning_memo.artifacts.plan import Fingerprint, Plan, PlanMemory, StoragePlan
+from lightning_memo.planner import Restrictions, make_plan
 
-TOKENS = 4096
+TOKENS = 2000  # so few that ranges may begin at any token
 
 CALL = CallCosts(
-    input_bytes=1000 * TOKENS, attention_bytes=1010 * TOKENS, other_bytes=20_000 * TOKENS,
-    products=(Product(name="up", size_bytes=4000 * TOKENS, seconds=0.02),),
+    input_bytes=2048 * TOKENS, attention_bytes=2068 * TOKENS, other_bytes=40_960 * TOKENS,
+    products=(Product(name="up", size_bytes=8192 * TOKENS, seconds=0.02),),
     forward_seconds=0.1, backward_seconds=0.2, attention_seconds=0.03, elementwise_seconds=0.01,
 )  # fmt: skip
 
@@ -57,5 +58,6 @@ def rounded(unit: int) -> Any:
     return of
 
 
-def planned(budget: StorageBudget, unit: int = 1) -> Plan:
-    return plan_kinds(LAYERS, COSTS, budget, LABEL, tile_tokens=1, memory_of=rounded(unit))
+def planned(budget: Budget, unit: int = 1, disk_speed: float = 2e8) -> Plan:
+    kinds = replace(COSTS, disk_write_bytes_per_second=disk_speed, disk_read_bytes_per_second=disk_speed)
+    return make_plan(LAYERS, budget, LABEL, Restrictions(kinds=kinds, may_be_plain=False), rounded(unit))

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from support.modes import BY_KIND
+
 Step = tuple[str, ...]
 """Statements, some of which have several lines."""
 Program = tuple[Step, ...]
@@ -24,9 +26,10 @@ FROZEN = ("nothing",) * 4 + ("embeddings", "embeddings and head", "below", "head
 SLICES: dict[str, Any] = {"alpha": 0.5, "slice_tokens": 6}
 PLANS: tuple[dict[str, Any], ...] = (
     {}, {}, {"alpha": 0.0}, {"alpha": 0.5}, {"alpha": 0.5}, {"alpha": 1.0},
-    {"storage": "kinds", "device_memory": "0.4MiB"},
-    SLICES | {"host_backed": "none"}, SLICES | {"host_backed": "attention"}, SLICES | {"host_backed": "all"},
-    SLICES | {"host_backed": "all"}, SLICES | {"schedule": "slice"},
+    {"test_mode": BY_KIND, "device_memory": "0.4MiB"},
+    SLICES | {"stream_from_host": "none"}, SLICES | {"stream_from_host": "attention"},
+    SLICES | {"stream_from_host": "hidden"}, SLICES | {"stream_from_host": "hidden"},
+    SLICES | {"stream_from_host": "model"},
 )  # fmt: skip
 CHUNKS: tuple[Any, ...] = (None, 4, 4, 8, "auto")
 
@@ -1033,19 +1036,19 @@ def draw(seed: int, raises: Callable[[Session], bool]) -> Session:
     """
     r = random.Random(seed)
     settings = dict(PLANS[seed % len(PLANS)])
-    # Fits of Lightning take longer, and a loop has no `schedule`.
-    fits = "schedule" in settings or r.random() < 0.1
+    # Fits of Lightning take longer, and a loop does not run the whole model in slices.
+    fits = settings.get("stream_from_host") == "model" or r.random() < 0.1
     entry = r.choice(("manual", "automatic")) if fits else "loop"
     settings["loss_chunk_tokens"] = r.choice(CHUNKS)
     model, frozen, form = r.choice(MODELS), r.choice(FROZEN), set[str]()
-    if "schedule" in settings:
+    if settings.get("stream_from_host") == "model":
         form.add("loss only")
         model = r.choice([name for name in MODELS if name != "blocks"])
     if model != "blocks":
         form |= {"mask"} if r.random() < 0.4 else set()
         form |= {"positions"} if r.random() < 0.25 and model != "gpt2" else set()
     form |= {"embeddings"} if r.random() < 0.3 else set()
-    count = r.randint(14, 24) if entry == "loop" else 12 if "schedule" in settings else 2
+    count = r.randint(14, 24) if entry == "loop" else 12 if settings.get("stream_from_host") == "model" else 2
     programs = list[tuple[Program, frozenset[str]]]()
     while len(programs) < count:
         drawn = _draw_program(Writer(r, model, entry, frozenset(form)))

@@ -93,8 +93,8 @@ def test_combined(name: str) -> None:
 @slow_if(lambda family: family != "gemma3_mixed_windows")
 @pytest.mark.parametrize("family", ["llama_tied", "gemma3_mixed_windows"])
 def test_a_place_for_each_kind_of_tensor(family: str) -> None:
-    budget = {"storage": "kinds", "device_memory": "2000KiB", "host_memory": "600KiB"}
-    delays = {"test_mode": TestMode(5, 0.0005)}
+    budget = {"device_memory": "2000KiB", "host_memory": "600KiB"}
+    delays = {"test_mode": TestMode(5, 0.0005, plans="kinds")}
     run = run_of(family=family, layers=8, batch=6)
     sizes = {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2}
     outcome = train_together(2, run, sizes | budget | delays | ZERO_BUBBLE, watch=WatchWaiting)

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback
 from support.families import PlainBlock, PlainModel
 from support.parallel_training import Run, train_together
-from support.samples.spilled import spill_threads
+from support.samples.on_disk import spill_threads
 from support.trainer_harness import LanguageModel, Result, fit, listening, shorten_measurements
 from torch import nn
 
@@ -115,9 +115,12 @@ def test_a_disk_that_is_not_needed_is_told(disk: Path) -> None:
         ({"disk_path": ""}, "disk_path='' is not usable: give a folder on a local disk"),
         ({"disk_memory": "1GiB"}, "disk_memory='1GiB' is for a disk: give disk_path"),
         ({"disk_path": ".", "disk_memory": "much"}, "disk_memory='much' is not a size"),
-        ({"disk_path": ".", "slice_tokens": 8, "host_backed": "all"}, 'set host_backed="none"'),
+        ({"disk_path": ".", "slice_tokens": 8, "stream_from_host": "hidden"}, 'set stream_from_host="none"'),
         ({"disk_path": ".", "slice_tokens": 8}, 'disk_path="." needs activations that leave the device by whole'),
-        ({"disk_path": ".", "slice_tokens": 8, "schedule": "slice"}, 'schedule="layer", or leave disk_path out'),
+        (
+            {"disk_path": ".", "slice_tokens": 8, "stream_from_host": "model"},
+            'stream_from_host="none", or leave disk_path out',
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(settings: dict[str, Any], told: str) -> None:

@@ -14,7 +14,7 @@ from support.alpha_plans import alpha_swap
 from support.families import make_batch
 from support.harness import DELAYS, EngineUnderTest, Step, assert_equal
 from support.markers.slow import slow_if
-from support.samples.spilled import SWAPPED_CALLS, Counted, build
+from support.samples.on_disk import SWAPPED_CALLS, Counted, build
 
 from lightning_memo.artifacts import slot_layouts as disk_layout
 from lightning_memo.artifacts.slot_layouts import BLOCK_BYTES
@@ -75,7 +75,7 @@ def test_host_memory_is_that_of_the_plan(tmp_path: Path) -> None:
             under_test.step(BATCH)
             engine = under_test.engine
             assert engine.memory is not None and engine.swap is not None
-            bounce = 0 if engine.memory.disk is None else engine.memory.spill.sizes.bounce_bytes
+            bounce = engine.memory.stores["disk"].host_bytes if spilled else 0
             assert engine.memory.stats.peak_host_bytes == engine.swap.host_bytes == engine.host_bytes
             assert engine.host_bytes == (SWAPPED_CALLS - spilled) * max(predicted) + bounce
 
@@ -85,12 +85,12 @@ def test_a_slot_may_go_to_the_host_in_part(tmp_path: Path) -> None:
     with profiled(tmp_path) as under_test:
         under_test.load(1.0, disk_calls=1)
         memory = under_test.engine.memory
-        assert memory is not None and memory.spill is not None
-        slot = memory.lease(0, swap=True, disk_bytes=5000)
+        assert memory is not None
+        slot = memory.lease(0, swap=True, sizes={"disk": 5000})
         tensors = [torch.full((n,), float(n)) for n in (100, 200, 300, 900)]
-        stored = [slot.put(t, spill=t.numel() > 250) for t in tensors]
-        assert slot.put(torch.empty(BLOCK_BYTES), spill=True) is None
-        assert [slot.to_host.used_bytes, slot.to_disk.used_bytes] == [448 + 832, 1216 + 3648]
+        stored = [slot.put(t, "disk" if t.numel() > 250 else "host") for t in tensors]
+        assert slot.put(torch.empty(BLOCK_BYTES), "disk") is None
+        assert [share.used_bytes for share in slot.shares.values()] == [448 + 832, 1216 + 3648]
         memory.offload(slot)
         memory.lease(2, swap=False)
         assert slot.buffer is None
@@ -148,7 +148,7 @@ def test_a_step_that_is_dropped_gives_the_file_back(tmp_path: Path) -> None:
         under_test.load(1.0, disk_calls=3)
         loss = under_test.model(**BATCH).loss
         memory = under_test.engine.memory
-        assert memory is not None and memory.spill is not None and len(memory.spill.file.space) == 3
+        assert memory is not None and memory.stores["disk"].rooms == 3
         del loss
         under_test.assert_empty()
         under_test.step(BATCH)
@@ -179,4 +179,4 @@ def test_slots_of_spilled_calls_have_no_host_memory(tmp_path: Path, monkeypatch:
 
 
 def elsewhere(slot: Slot) -> str:
-    return "host" * (slot.host is not None) + "disk" * (slot.disk is not None)
+    return "".join(place for place, share in slot.shares.items() if share.room is not None)

@@ -17,20 +17,20 @@ SLOT_BYTES = 20 * MIB + 100  # four chunks, the last one not full
 
 def test_bytes_of_the_device_come_back(device: torch.device, tmp_path: Path) -> None:
     sizes = DiskLayout(SLOT_BYTES)
-    tier = DiskStore(tmp_path, 3 * sizes.region_bytes, sizes, device, TestMode(0, 0.002))
+    store = DiskStore(tmp_path, 3 * sizes.region_bytes, sizes, device, TestMode(0, 0.002))
     slots = [torch.randint(0, 256, (SLOT_BYTES,), dtype=torch.uint8, device=device) for _ in range(3)]
     buffer, back = torch.empty_like(slots[0]), list[Tensor]()
-    writes, places = [], [tier.take(SLOT_BYTES) for _ in slots]
-    for slot, place in zip(slots, places, strict=True):
-        assert place is not None
+    rooms = []
+    for slot in slots:
+        room = store.take(SLOT_BYTES)
+        assert room is not None
+        rooms.append(room)
         torch.cuda._sleep(20_000_000)  # the spilled bytes are computed late, and overwritten as soon as possible
         buffer.copy_(slot)
-        writes.append(tier.write(buffer, place.start))
-        writes[-1].left.wait()
-    for place, write in zip(places, writes, strict=True):
-        assert place is not None
+        room.write(buffer).wait()
+    for room in rooms:
         buffer.fill_(1)
-        tier.read(buffer, place.start, write).wait()
+        room.read(buffer).wait()
         back.append(buffer.clone())
     assert all(map(torch.equal, back, slots))
-    tier.close()
+    store.close()

@@ -35,11 +35,11 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def tier(tmp_path: Path) -> Iterator[DiskStore]:
+def store(tmp_path: Path) -> Iterator[DiskStore]:
     sizes = DiskLayout(SLOT_BYTES)
-    tier = DiskStore(tmp_path, SLOTS * sizes.region_bytes, sizes, CPU, DELAYS)
-    yield tier
-    tier.close()
+    store = DiskStore(tmp_path, SLOTS * sizes.region_bytes, sizes, CPU, DELAYS)
+    yield store
+    store.close()
 
 
 def slots() -> list[Tensor]:
@@ -54,39 +54,38 @@ def descriptor_in(folder: Path) -> int:
     return descriptor
 
 
-def there_and_back(tier: DiskStore, sources: list[Tensor]) -> list[Tensor]:
+def there_and_back(store: DiskStore, sources: list[Tensor]) -> list[Tensor]:
     """Write all slots from a device buffer that is reused, and read them back into it, the last one first."""
     buffer, arrived = torch.empty(SLOT_BYTES, dtype=torch.uint8), []
-    places = [tier.take(SLOT_BYTES) for _ in sources]
-    writes = []
-    for source, place in zip(sources, places, strict=True):
+    rooms = []
+    for source in sources:
         buffer.copy_(source)
-        assert place is not None
-        writes.append(tier.write(buffer, place.start))
-        writes[-1].left.wait()
-    for place, write in reversed(list(zip(places, writes, strict=True))):
-        assert place is not None
+        room = store.take(SLOT_BYTES)
+        assert room is not None
+        room.write(buffer).wait()
+        rooms.append(room)
+    for room in reversed(rooms):
         buffer.fill_(1)
-        tier.read(buffer, place.start, write).wait()
+        room.read(buffer).wait()
         arrived.insert(0, buffer.clone())
-        tier.give_back(place)
+        room.release()
     return arrived
 
 
 # ---- there and back
 
 
-def test_bytes_come_back(tier: DiskStore) -> None:
-    assert tier.sizes.write_buffers == 5 and tier.sizes.bounce_bytes == 7 * BLOCK_BYTES
+def test_bytes_come_back(store: DiskStore) -> None:
+    assert store.host_bytes == 7 * BLOCK_BYTES
     for _ in range(2):
-        assert all(map(torch.equal, there_and_back(tier, slots()), slots()))
-    assert tier.file.space.bytes_in_use == 0
+        assert all(map(torch.equal, there_and_back(store, slots()), slots()))
+    assert store.file.space.bytes_in_use == 0
 
 
-def test_the_file_is_of_the_planned_size_and_its_space_is_reserved(tier: DiskStore) -> None:
-    status = os.fstat(descriptor_in(tier.file.folder))
+def test_the_file_is_of_the_planned_size_and_its_space_is_reserved(store: DiskStore) -> None:
+    status = os.fstat(descriptor_in(store.file.folder))
     assert status.st_size == SLOTS * 5 * BLOCK_BYTES <= status.st_blocks * 512
-    assert [tier.take(SLOT_BYTES) is None for _ in range(SLOTS + 1)] == [False] * SLOTS + [True]
+    assert [store.take(SLOT_BYTES) is None for _ in range(SLOTS + 1)] == [False] * SLOTS + [True]
 
 
 class Heedless:
@@ -115,9 +114,9 @@ def test_a_missing_wait_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(disk, "make_copy_stream", make)
     sizes = DiskLayout(SLOT_BYTES)
-    tier = DiskStore(tmp_path, SLOTS * sizes.region_bytes, sizes, CPU, TestMode(0, 0.02))
-    assert not all(map(torch.equal, there_and_back(tier, slots()), slots()))
-    tier.close()
+    store = DiskStore(tmp_path, SLOTS * sizes.region_bytes, sizes, CPU, TestMode(0, 0.02))
+    assert not all(map(torch.equal, there_and_back(store, slots()), slots()))
+    store.close()
 
 
 def test_without_direct_io_bytes_come_back_too_and_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,9 +128,9 @@ def test_without_direct_io_bytes_come_back_too_and_it_is_said(tmp_path: Path, mo
     monkeypatch.setattr(disk.fcntl, "fcntl", refuse)
     sizes = DiskLayout(SLOT_BYTES)
     with pytest.warns(UserWarning, match="without direct I/O"):
-        tier = DiskStore(tmp_path, SLOTS * sizes.region_bytes, sizes, CPU)
-    assert all(map(torch.equal, there_and_back(tier, slots()), slots()))
-    tier.close()
+        store = DiskStore(tmp_path, SLOTS * sizes.region_bytes, sizes, CPU)
+    assert all(map(torch.equal, there_and_back(store, slots()), slots()))
+    store.close()
 
 
 # ---- failures
@@ -172,13 +171,13 @@ def test_a_folder_that_takes_no_files_is_told(tmp_path: Path, folder: str) -> No
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
 def test_a_disk_that_fails_is_told_where_bytes_are_needed(
-    tier: DiskStore, monkeypatch: pytest.MonkeyPatch, call: str
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     monkeypatch.setattr(os, call, failing_after(2, getattr(os, call)))
     with pytest.raises(DiskError, match=r"spill file in .* failed: No space left on device; the step is lost"):
-        there_and_back(tier, slots())
+        there_and_back(store, slots())
     monkeypatch.undo()
-    tier.synchronize()
+    store.abandon()
 
 
 def failing_after(calls: int, system_call: Callable[..., int]) -> Callable[..., int]:

@@ -1,4 +1,7 @@
-"""Runs modules that LoRA adapts in a recomputation; see Note: [Sums of products]."""
+"""Matrix products of a recomputation, which are read from storage or measured, and their sums in modules of LoRA.
+
+See Note: [Sums of products] in `matrix_products.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,22 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memo.engine.forward.matrix_products import KERNELS, Span, is_view
+from lightning_memo.engine.forward.matrix_products import (
+    KERNELS,
+    AnsweredProduct,
+    Compute,
+    MeasuredProduct,
+    Span,
+    is_view,
+)
+from lightning_memo.engine.layers.call_storage import SliceStorage
+from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.saved_tensors.side_effects import address_of, written_in_schema
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import is_wrapped
 from lightning_memo.utils.operator_values import tensors_in
 
+# The last adapted module of a layer rarely saves more tensors: its input, the mask of dropout, and `A(x)`.
+_SAVED_BY_LAST = 4
 _INTO = {KERNELS[0]: torch.ops.aten.mm.out, KERNELS[1]: torch.ops.aten.addmm.out}
 _ADD, _SCALE, _CAST = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten._to_copy.default
 _DETACH = torch.ops.aten.detach.default  # what autograd saves is detached, and may be read later
@@ -113,7 +127,7 @@ class SumMode(TorchDispatchMode):
             return self._stored.view(args[0].shape)
         raise RuntimeError(
             f"the recomputation of a stored output of LoRA calls {func} with one of its terms: keep the types of the "
-            'layer\'s input, weights and adapters alike in all steps, or set storage="alpha"'
+            "layer's input, weights and adapters alike in all steps, or give alpha, like alpha=0.5"
         )
 
     def _begin(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -171,3 +185,79 @@ class SumMode(TorchDispatchMode):
 
 def _storage(t: Tensor) -> StorageWeakRef:
     return StorageWeakRef(t.untyped_storage())
+
+
+class StoredMatmuls:
+    """Reads products from storage, and computes those that are not there.
+
+    Args:
+        storage: Stores the tensors of the slice.
+        remaining: Returns how many tensors the forward saved behind the present point.
+    """
+
+    def __init__(self, storage: SliceStorage, remaining: Callable[[], int]) -> None:
+        self._storage, self._remaining = storage, remaining
+        self._sum: SumMode | None = None
+
+    def product(self, name: str, compute: Compute) -> Tensor:
+        stored = self._stored(name)
+        if stored is None:
+            return compute()
+        with AnsweredProduct(stored):
+            return compute()
+
+    def term(self, name: str, compute: Compute) -> Tensor:
+        # A plan that was made while something else read terms stores products by themselves.
+        if self._sum is None or self._storage.products.get(name) is not None:
+            return self.product(name, compute)
+        return self._sum.term(name, compute)
+
+    def sum(self, name: str, compute: Compute) -> Tensor:
+        stored, self._sum = self._stored(name), None
+        if stored is None and self._remaining() > _SAVED_BY_LAST:
+            return compute()  # terms of modules before the last one are read, and a mode costs time
+        with SumMode(stored) as self._sum:
+            out = compute()
+        self._sum.finish()
+        return out
+
+    def _stored(self, name: str) -> Tensor | None:
+        handle = self._storage.products.get(name)
+        return None if handle is None else self._storage.load(handle)
+
+
+class MeasuredProducts:
+    """Notes the time of each product that a recomputation computes.
+
+    Args:
+        profile: Profile of the step.
+        layer: Position of the layer call.
+    """
+
+    def __init__(self, profile: StepProfile, layer: int) -> None:
+        self._profile, self._layer = profile, layer
+        self._sum: SumMode | None = None
+
+    def product(self, name: str, compute: Compute) -> Tensor:
+        with MeasuredProduct(self._profile.now) as measured:
+            out = compute()
+        if (product := measured.out) is not None:
+            self._profile.product(self._layer, name, product.shape[0], product.nbytes, [measured.span])
+        return out
+
+    def term(self, name: str, compute: Compute) -> Tensor:
+        assert self._sum is not None
+        return self._sum.term(name, compute)
+
+    def sum(self, name: str, compute: Compute) -> Tensor:
+        with SumMode(None, self._profile.now) as self._sum:
+            out = compute()
+        self._sum.finish()
+        if (spans := self._sum.spans_of(out)) is not None:
+            rows = out.numel() // max(out.shape[-1], 1)
+            self._profile.product(self._layer, name, rows, out.nbytes, spans)
+            return out
+        for term in self._sum.terms:
+            if not term.changed:
+                self._profile.product(self._layer, term.name, term.rows, term.size_bytes, term.spans)
+        return out

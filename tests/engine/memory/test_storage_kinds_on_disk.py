@@ -1,4 +1,4 @@
-"""storage="kinds" with a disk: results with spilled tensors do not change, and bytes and budgets are as planned."""
+"""Plans by kinds of tensors with a disk: results do not change, and bytes and budgets are as planned."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
 from support.families import make_batch
 from support.harness import DELAYS, assert_close, assert_equal
-from support.samples.spilled import Counted, build, spill_threads
+from support.modes import BY_KIND
+from support.samples.on_disk import Counted, build, spill_threads
 from support.samples.storage_kinds import BASE, TOKENS, ByKind, Rows
 from support.samples.storage_problems import ALWAYS, MIB, planned
 from support.trainer_harness import LanguageModel, Result, ResumableLoader, Sequences, fit, shorten_measurements
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.plan import DiskTier, Plan, StorageBudget
+from lightning_memo.artifacts.costs import Budget
+from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.slot_layouts import DiskLayout, whole_blocks
 from lightning_memo.engine.memory.disk import DiskError
-from lightning_memo.planner.plan_storage_kinds import resource_sensitivities
+from lightning_memo.planner.explain_plan import resource_sensitivities
 from lightning_memo.profiler import measured_costs as costs
 from lightning_memo.reports.tables import plan_tables
 
@@ -88,53 +90,43 @@ def test_a_full_disk_refuses_the_plan_and_the_engine_goes_on(tmp_path: Path, mon
 # ---- planning
 
 
-def disk_of(speed: float, gib: int = 1) -> DiskTier:
-    return DiskTier(capacity_bytes=gib * 2**30, write_bytes_per_second=speed, read_bytes_per_second=speed)
-
-
-def budget_of(host_mib: int, disk: DiskTier | None) -> StorageBudget:
-    disk_bytes = disk.capacity_bytes if disk else 0
-    return StorageBudget(device_bytes=ALWAYS + 150 * MIB, host_bytes=host_mib * MIB, disk_bytes=disk_bytes, disk=disk)
+def budget_of(host_mib: int, disk_gib: int = 1) -> Budget:
+    return Budget(device_bytes=ALWAYS + 150 * MIB, host_bytes=host_mib * MIB, disk_bytes=disk_gib * 2**30)
 
 
 @pytest.mark.parametrize("unit", [1, 2**16])
 def test_host_and_disk_are_kept_to_the_byte(unit: int) -> None:
-    budget = budget_of(60, disk_of(2e8))
-    plan, without = planned(budget, unit), planned(budget_of(60, None), unit)
+    budget = budget_of(60)
+    plan, without = planned(budget, unit), planned(budget_of(60, 0), unit)
     assert plan.step_seconds < without.step_seconds
-    assert plan.swap.disk_bytes > 0 and plan.budget == budget.capacities
+    assert plan.swap.disk_bytes > 0 and plan.budget == budget
     assert 0.9 * budget.host_bytes < plan.swap.host_bytes <= budget.host_bytes
     assert plan.swap.host_bytes == plan.swap.memory.host + plan.swap.disk_layout.bounce_bytes
     assert plan.device_bytes <= budget.device_bytes
     assert Plan.from_json(plan.to_json()) == plan
-    tight = replace_capacity(budget, plan.swap.disk_bytes // 2 + 1)
+    tight = replace(budget, disk_bytes=plan.swap.disk_bytes * 3 // 4)
     assert tight.disk_bytes * 0.9 < planned(tight, unit).swap.disk_bytes <= tight.disk_bytes
 
 
-def replace_capacity(budget: StorageBudget, disk_bytes: int) -> StorageBudget:
-    assert budget.disk is not None
-    return replace(budget, disk_bytes=disk_bytes, disk=replace(budget.disk, capacity_bytes=disk_bytes))
-
-
 def test_a_disk_that_does_not_help_is_not_used() -> None:
-    assert planned(budget_of(60, disk_of(1e3))).swap.disk_bytes == 0
-    assert planned(budget_of(1, disk_of(2e8))).swap.disk_bytes == 0  # a step would take as long
-    assert planned(budget_of(4, disk_of(2e8))).step_seconds < planned(budget_of(4, None)).step_seconds
-    no_room_for_buffers = replace(budget_of(60, disk_of(2e8)), host_bytes=4 * KIB)
+    assert planned(budget_of(60), disk_speed=1e3).swap.disk_bytes == 0
+    assert planned(budget_of(1)).swap.disk_bytes == 0  # a step would take as long
+    assert planned(budget_of(4)).step_seconds < planned(budget_of(4, 0)).step_seconds
+    no_room_for_buffers = replace(budget_of(60), host_bytes=4 * KIB)
     assert planned(no_room_for_buffers).swap.disk_bytes == 0
 
 
 def test_bounce_buffers_fit_a_small_host() -> None:
-    plan = planned(budget_of(24, disk_of(2e8)))
+    plan = planned(budget_of(24))
     assert 20 * MIB < plan.swap.disk_layout.bounce_bytes <= plan.swap.host_bytes <= 24 * MIB
-    assert plan.step_seconds < planned(budget_of(24, None)).step_seconds
+    assert plan.step_seconds < planned(budget_of(24, 0)).step_seconds
 
 
 @pytest.mark.parametrize("host_mib", [6, 12, 24])
 def test_what_bounce_buffers_lack_is_host_memory(host_mib: int) -> None:
-    plan = planned(budget_of(host_mib, disk_of(2e8, gib=64)))
+    plan = planned(budget_of(host_mib, 64))
     assert not plan.swap.storage.has_one_alpha and plan.swap.disk_bytes > 0
-    rows = {row.resource: row for row in resource_sensitivities(plan.swap.storage)}
+    rows = {row.resource: row for row in resource_sensitivities(plan)}
     assert (rows["host memory"].limit, rows["host memory"].binds) == (host_mib, True)
     assert rows["host memory"].used == plan.swap.host_bytes / MIB
     assert (rows["disk space"].limit, rows["disk space"].binds) == (64, False)
@@ -144,7 +136,7 @@ def test_what_bounce_buffers_lack_is_host_memory(host_mib: int) -> None:
 def test_tables_show_the_disk() -> None:
     console = Console(width=120, color_system=None, force_terminal=False)
     with console.capture() as captured:
-        console.print(*plan_tables(planned(budget_of(60, disk_of(2e8)))), sep="\n")
+        console.print(*plan_tables(planned(budget_of(60))), sep="\n")
     rows = [" ".join(line.split()) for line in captured.get().splitlines()]
     assert any(row.startswith("disk") and "budget 1.0 GiB: layer calls 0, 1, 2, 3" in row for row in rows)
     assert any("size kept swapped on the disk recomputed" in row for row in rows)
@@ -154,7 +146,7 @@ def test_tables_show_the_disk() -> None:
 
 # ---- training
 
-SETTINGS: dict[str, Any] = {"storage": "kinds", "device_memory": "1.6MiB", "host_memory": "160KiB"}
+SETTINGS: dict[str, Any] = {"test_mode": BY_KIND, "device_memory": "1.6MiB", "host_memory": "160KiB"}
 
 
 @pytest.fixture

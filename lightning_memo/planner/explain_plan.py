@@ -1,0 +1,205 @@
+"""What limits a plan, in sentences and as numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from lightning_memo.artifacts.costs import Budget, StorageCosts
+from lightning_memo.artifacts.plan import Plan, Price, Resource, SwapPlan
+from lightning_memo.planner.step_time import StepTime
+from lightning_memo.utils.units import format_bytes, format_seconds
+
+Unit = Literal["GiB", "MiB", "GB/s", "MB/s"]
+_UNITS: Final[dict[Unit, float]] = {"GiB": 2.0**30, "MiB": 2.0**20, "GB/s": 1e9, "MB/s": 1e6}
+# A resource is binding if increasing it by a small fraction shortens the step by more than this part of the fraction.
+_LEAST_ELASTICITY: Final = 1e-6
+_LEAST_WAIT: Final = 1e-6
+"""Share of a step below which waits are not told: measured times are far less exact."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A plan that was judged, and what the planner knows about it."""
+
+    swap: SwapPlan
+    time: StepTime
+    over: dict[Resource, int]
+    """Bytes by which memories that are too small exceed their budget."""
+
+    reason: str = ""
+    prices: tuple[Price, ...] = ()
+
+
+def memory_limits(budget: Budget) -> dict[Resource, int]:
+    """Return the bytes of each memory of a budget."""
+    return {
+        "device memory": budget.device_bytes,
+        "host memory": budget.host_bytes,
+        "disk space": budget.disk_bytes,
+    }
+
+
+def plain_reason(needed_bytes: int, budget: Budget) -> str:
+    """Return why plain training is chosen.
+
+    Args:
+        needed_bytes: Device bytes that it needs.
+        budget: Memory of the process.
+    """
+    return (
+        f"Device memory is ample: plain training needs {format_bytes(needed_bytes)} of the "
+        f"{format_bytes(budget.device_bytes)} budget, so nothing is swapped or recomputed."
+    )
+
+
+def given_alpha_reason(found: Candidate, alpha: float, budget: Budget) -> str:
+    """Return whether the copies of a given alpha slow the step, and whether the plan is too large for the device.
+
+    Args:
+        found: The plan.
+        alpha: Fraction that was given.
+        budget: Memory of the process.
+    """
+    waits = _waits(found.time) or "Copies hide behind the computation."
+    over = f" Device memory is short: {_exceeds(alpha, budget)}." if found.over else ""
+    return f"alpha was given. {waits}{over}"
+
+
+def alpha_reason(found: Candidate, more: Candidate | None, alpha: float, budget: Budget, costs: StorageCosts) -> str:
+    """Return what limits the alpha that is the fastest, and what the step waits for.
+
+    Args:
+        found: The plan.
+        more: The plan for the next larger fraction; None if there is none.
+        alpha: Fraction that was chosen.
+        budget: Memory of the process.
+        costs: Costs of the layer calls.
+    """
+    limit = _alpha_limit(found, more, alpha, budget, costs)
+    return " ".join(filter(None, (limit, _waits(found.time))))
+
+
+def _alpha_limit(found: Candidate, more: Candidate | None, alpha: float, budget: Budget, costs: StorageCosts) -> str:
+    if not found.swap.swapped_calls:
+        return "The last two layer calls stay on the device, and there are no others."
+    if found.over:
+        return f"Device memory is the limit: even {_exceeds(alpha, budget)}."
+    if alpha >= 1.0:
+        return "Nothing limits alpha: the activations of all tokens are swapped."
+    if more is None:
+        return f"Device memory is the limit: a step with more than alpha={alpha:.4g} has run out of it."
+    if "device memory" in more.over:
+        device = format_bytes(budget.device_bytes)
+        return f"Device memory is the limit: above alpha={alpha:.4g} the {device} budget would overflow."
+    if more.over:
+        where = f"the budget of {_host_text(budget)} would overflow"
+        return f"{_host_limit(more, budget)}: above alpha={alpha:.4g} {where}."
+    grown = {resource: more.time.waits[resource] - found.time.waits.get(resource, 0.0) for resource in more.time.waits}
+    slowest = max(grown, key=lambda resource: grown[resource], default=None)
+    waits = sum(more.time.waits.values()) - sum(found.time.waits.values())
+    if slowest is None or more.time.seconds - found.time.seconds >= waits:  # less recomputation saves nothing
+        return f"Recomputation is faster than to swap more than alpha={alpha:.4g}."
+    where = "Disk speed" if slowest.startswith("disk") else "Copy time"
+    return f"{where} is the limit: above alpha={alpha:.4g} a step would wait longer than recomputation takes."
+
+
+def _host_limit(more: Candidate, budget: Budget) -> str:
+    if not budget.disk_bytes:
+        return "Host memory is the limit"
+    whole = len(more.swap.storage.calls) > 1 and not more.swap.disk_calls
+    return "Host memory is the limit" + (", as fractions of whole layers do not use a disk" if whole else "")
+
+
+def _host_text(budget: Budget) -> str:
+    memory = f"{format_bytes(budget.host_bytes)} of host memory"
+    return f"{memory} and {format_bytes(budget.disk_bytes)} of disk" if budget.disk_bytes else memory
+
+
+def _exceeds(alpha: float, budget: Budget) -> str:
+    return f"alpha={alpha:.4g} exceeds the {format_bytes(budget.device_bytes)} budget"
+
+
+def _waits(time: StepTime) -> str:
+    """What a step waits for; empty if it does not wait."""
+    disk = sum(seconds for resource, seconds in time.waits.items() if resource.startswith("disk"))
+    copies = sum(time.waits.values()) - disk
+    parts = [
+        f"{format_seconds(seconds)} for {what}"
+        for seconds, what in ((copies, "copies"), (disk, "the disk"))
+        if seconds > _LEAST_WAIT * time.seconds
+    ]
+    return f"A step waits {' and '.join(parts)}." if parts else ""
+
+
+def price_reason(plan: Plan) -> str:
+    """Return one sentence for each resource that limits a plan with prices.
+
+    Args:
+        plan: The plan.
+    """
+    time = "a step" if plan.swap.in_flight is None else "the time of this stage"
+    binding = [row for row in resource_sensitivities(plan) if row.binds]
+    if not binding:
+        return f"Nothing limits {time}: more memory or bandwidth would not make it shorter."
+    return " ".join(_sentence(row, time) for row in binding)
+
+
+def _sentence(row: ResourceSensitivity, time: str) -> str:
+    more = f"with 1 {row.unit} more, {time} would be up to {format_seconds(row.seconds)} ({row.percent:.1f} %) shorter"
+    return f"{row.resource[0].upper()}{row.resource[1:]} is a limit: {more}."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResourceSensitivity:
+    """How the step time depends on one resource."""
+
+    resource: Resource
+    unit: Unit
+    """Unit of the numbers; the smaller unit if there is less than one of the larger."""
+
+    limit: float
+    """Available amount."""
+
+    used: float | None
+    """Amount that the plan needs; None for bandwidths."""
+
+    binds: bool
+    """Whether more of the resource would shorten the step."""
+
+    seconds: float
+    """Upper bound of the seconds that one more unit saves: its first bytes save the most."""
+
+    percent: float
+    """`seconds` in percent of the step."""
+
+
+def resource_sensitivities(plan: Plan) -> list[ResourceSensitivity]:
+    """Return the sensitivity of the step time to each resource, from the dual variables of the linear program.
+
+    Args:
+        plan: A plan with prices.
+
+    Returns:
+        One entry for each resource. Binding resources come first, those with the largest gain before the others.
+    """
+    rows = [_sensitivity(plan, price) for price in plan.prices]
+    return sorted(rows, key=lambda row: (not row.binds, -row.seconds))
+
+
+def _sensitivity(plan: Plan, price: Price) -> ResourceSensitivity:
+    needs = Budget(device_bytes=plan.device_bytes, host_bytes=plan.swap.host_bytes, disk_bytes=plan.swap.disk_bytes)
+    used = memory_limits(needs)
+    units: tuple[Unit, Unit] = ("GiB", "MiB") if price.resource in used else ("GB/s", "MB/s")
+    unit = units[0] if price.limit >= _UNITS[units[0]] else units[1]
+    size = _UNITS[unit]
+    gain = price.seconds * size
+    return ResourceSensitivity(
+        resource=price.resource,
+        unit=unit,
+        limit=price.limit / size,
+        used=used[price.resource] / size if price.resource in used else None,
+        binds=price.seconds * price.limit > _LEAST_ELASTICITY * plan.step_seconds,
+        seconds=gain,
+        percent=100 * gain / plan.step_seconds if plan.step_seconds else 0.0,
+    )
