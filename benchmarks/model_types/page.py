@@ -19,7 +19,7 @@ _WORKING = ("works", "whole")
 _FRAMES = (
     r"^(?:MemoStrategy|lightning_memo): layers run as one slice.*?, because (?P<why>.*)\.$",
     r"^(?:MemoStrategy|lightning_memo): nothing is swapped, because (?P<why>.*?); if .*$",
-    r"^(?:alpha|host_backed|schedule|stream_from_host)=\S+ .*?, but (?P<why>.*): (?:use|set) .*$",
+    r"^(?:alpha|stream_from_host)=\S+ .*?, but (?P<why>.*): (?:use|set) .*$",
     r"^tensor_parallel_size: (?P<why>.*?): (?:train|name) .*$",
     r"^(?P<why>.*?), and the tokens of a sequence are divided over processes: train .*$",
     r"^(?P<why>.*?): (?:use|set|train|give|with) .*$",
