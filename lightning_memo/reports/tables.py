@@ -22,7 +22,6 @@ from lightning_memo.artifacts.costs import (
     OTHER,
     PLACES,
     CallCosts,
-    LayerCosts,
     Place,
     StorageCosts,
     is_product,
@@ -91,30 +90,11 @@ def _title(plan: Plan) -> Text:
 
 def _call_bytes(plan: Plan) -> Iterator[tuple[int, int, int]]:
     """Bytes that each layer call swaps, recomputes and keeps on the device between its forward and its backward."""
+    storage, costs = plan.swap.storage, plan.storage_costs or StorageCosts.of_layers(plan.costs)
     for call in range(plan.costs.calls):
-        moved, again, kept = _moved_again_kept(plan, call)
+        of_call = costs.classes[costs.call_classes[call % len(costs.call_classes)]]
+        moved, again, kept = _stored_call_bytes(of_call, storage.call(call), storage.tokens)
         yield (moved, again, kept) if call < plan.swap.swapped_calls else (0, again, moved + kept)
-
-
-def _moved_again_kept(plan: Plan, call: int) -> tuple[int, int, int]:
-    storage, costs = plan.swap.storage, plan.storage_costs
-    number = storage.call_classes[call]
-    of_call = _call_costs(plan.costs, call) if costs is None else costs.classes[number]
-    return _stored_call_bytes(of_call, storage.calls[number], storage.tokens)
-
-
-def _call_costs(costs: LayerCosts, call: int) -> CallCosts:
-    """The bytes of a layer call whose matrix products were not measured."""
-    return CallCosts(
-        input_bytes=costs.input_bytes[call],
-        attention_bytes=costs.attention_bytes[call],
-        other_bytes=costs.other_bytes[call],
-        products=(),
-        forward_seconds=costs.forward_seconds[call],
-        backward_seconds=costs.backward_seconds[call],
-        attention_seconds=0.0,
-        elementwise_seconds=costs.recompute_seconds[call],
-    )
 
 
 def _stored_call_bytes(call: CallCosts, stored: CallPlan, tokens: int) -> tuple[int, int, int]:
