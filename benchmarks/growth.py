@@ -29,7 +29,7 @@ from torch import nn
 
 from lightning_memo.artifacts.plan import StreamFromHost, SwapPlan
 from lightning_memo.engine import Engine, RequestedSettings
-from lightning_memo.engine.bootstrap_plan import host_backed_bytes
+from lightning_memo.engine.bootstrap_plan import streamed_bytes_of_calls
 from lightning_memo.loss.attach_loss import attach_chunked_loss
 from lightning_memo.planner.token_slices import plan_of_alpha
 from lightning_memo.profiler.memory_meter import PeakMeter
@@ -135,7 +135,7 @@ def _plan(engine: Engine, options: argparse.Namespace, stream: StreamFromHost, t
     profile = engine.profile
     assert profile is not None
     storage = plan_of_alpha(tokens, options.alpha, options.layers, slice_tokens=options.slice_tokens)
-    sizes = host_backed_bytes(engine, profile.saved_by_calls, engine.cutter.slices(storage, tokens), stream)
+    sizes = streamed_bytes_of_calls(engine, profile.saved_by_calls, engine.cutter.slices(storage, tokens), stream)
     return SwapPlan(storage=storage, memory=sizes.memory, stream_from_host=stream)
 
 

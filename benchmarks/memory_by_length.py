@@ -98,7 +98,7 @@ def _measure(method: str, tokens: int, folder: str) -> dict[str, int]:
     if not isinstance(strategy, MemoStrategy):
         return {"peak_bytes": stats.step_memory_bytes, "host_bytes": 0}
     swap = strategy.plan.swap
-    return {"peak_bytes": stats.step_memory_bytes + swap.buffer_bytes, "host_bytes": swap.host_bytes}
+    return {"peak_bytes": stats.step_memory_bytes + swap.memory.buffer_bytes, "host_bytes": swap.host_bytes}
 
 
 def _draw(report: dict[str, Any], path: Path) -> None:

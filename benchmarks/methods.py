@@ -163,7 +163,7 @@ class Workload:
             assert memory is not None
             _touch(memory)
             yield lambda: Usage(
-                self._engine.host_bytes, memory.offloaded_bytes, swap.buffer_bytes, memory.stats.overflow_bytes
+                self._engine.host_bytes, memory.offloaded_bytes, swap.memory.buffer_bytes, memory.stats.overflow_bytes
             )
         finally:
             self._engine.detach()

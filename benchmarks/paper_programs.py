@@ -533,13 +533,13 @@ class _Step:
                 plans = map(self._plan, below)
                 plan = next((less for less in plans if less.device_bytes <= self.room.device_bytes), plan)
         swap, costs = plan.swap, plan.costs
-        working = plan.working_set_bytes - swap.buffer_bytes - swap.memory.kept
+        working = plan.working_set_bytes - swap.memory.buffer_bytes - swap.memory.kept
         return _Layers(
             alpha=swap.alpha,
             seconds=plan.step_seconds,
             recomputed_flops=(1.0 - swap.alpha) * self.run.shape.recomputed_flops(self.run.seq_len),
             device_bytes=self._bytes_of_plan(
-                swap.buffer_bytes, swap.memory.kept, working, costs.transient_device_bytes
+                swap.memory.buffer_bytes, swap.memory.kept, working, costs.transient_device_bytes
             ),
             host_bytes=swap.host_bytes,
         )

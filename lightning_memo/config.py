@@ -276,7 +276,7 @@ class MemoConfig:
         return not self._first_other(_NEEDED_BY_KINDS)
 
     def _check_spill(self) -> None:
-        _check_name("disk_path", self.disk_path, 'a folder on a local disk, like "/disk/spill"')
+        _check_name("disk_path", self.disk_path, 'a folder on a local disk, like "/nvme/activations"')
         if self.disk_path is None and self.disk_memory is not None:
             raise ValueError(f"disk_memory={self.disk_memory!r} is for a disk: give disk_path, the folder there")
         moves_slices = self.slice_tokens != "auto" and self.stream_from_host != "none"

@@ -80,8 +80,8 @@ class MemoStrategy(DistributedStrategy):
         alpha: Fraction of the tokens whose activations are swapped, from 0.0 to 1.0. "auto" solves a linear program
             over kinds of tensors where the layers of a single stack can be cut and `slice_tokens` is not given: it may
             also store single matrix products, keep tensors on the device, or run attention again instead of storing
-            its output. Elsewhere, "auto" takes the largest fraction whose copies are hidden by computation and whose
-            activations fit the memory budgets.
+            its output. Elsewhere, "auto" takes the fraction with the shortest step among those whose activations fit
+            the memory budgets.
         device_memory: Device memory to plan with, as bytes or text like "40GiB". `None` measures the free memory.
         host_memory: Host memory of a node for swapped activations, shared by its processes, as bytes or text like
             "500GiB". `None` takes 90 % of the free memory, within the limits of the cgroup.

@@ -147,7 +147,7 @@ def _with_swap(fitted: Fitted, swap: SwapPlan) -> Fitted:
     peak = fitted.step_memory_bytes
     return replace(
         fitted,
-        step_memory_bytes=None if peak is None else peak + swap.buffer_bytes,
+        step_memory_bytes=None if peak is None else peak + swap.memory.buffer_bytes,
         alpha=swap.alpha,
         host_bytes=swap.host_bytes,
         disk_bytes=swap.disk_bytes,

@@ -145,10 +145,6 @@ class LayerCosts:
         """
         return self.input_bytes[call] + self.attention_bytes[call] + math.ceil(alpha * self.other_bytes[call])
 
-    def backward_seconds_with(self, call: int, recomputed: float) -> float:
-        """Seconds of a backward that recomputes a fraction of the tokens."""
-        return self.backward_seconds[call] + recomputed * self.recompute_seconds[call]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
@@ -163,7 +159,7 @@ class Budget:
 
 
 Place = Literal["device", "host", "disk"]
-"""Where a tensor is stored: on the device, in host memory, or on NVMe."""
+"""Where a tensor is stored: on the device, in host memory, or on a disk."""
 
 PLACES: Final[tuple[Place, ...]] = ("device", "host", "disk")
 MOVED: Final[tuple[Place, ...]] = ("host", "disk")

@@ -201,6 +201,11 @@ class PlanMemory:
     def __post_init__(self) -> None:
         check_range(self, {})
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Device bytes of the two rounding buffers and of the buffers for fetched keys and values."""
+        return 2 * self.slot + self.staging
+
 
 @dataclass(frozen=True, kw_only=True)  # without slots, for properties that are computed once
 class SwapPlan:
@@ -301,11 +306,6 @@ class SwapPlan:
         """Disk bytes of all layer calls."""
         return sum(whole_blocks(self.slot_disk_bytes(call)) for call in range(self.swapped_calls))
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Device bytes of the two rounding buffers and of the buffers for fetched keys and values."""
-        return 2 * self.memory.slot + self.memory.staging
-
 
 VERSION: Final = 3
 
@@ -352,7 +352,7 @@ def step_device_bytes(costs: LayerCosts, storage: StoragePlan, memory: PlanMemor
     """
     calls = len(storage.call_classes)
     recomputed = storage.recomputed_bytes([costs.other_bytes[n % costs.calls] for n in range(calls)])
-    return costs.working_bytes_with(recomputed) + 2 * memory.slot + memory.staging + memory.kept
+    return costs.working_bytes_with(recomputed) + memory.buffer_bytes + memory.kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from lightning_memo.engine.attention.attention_selector import AttentionSelector
 from lightning_memo.engine.layers.token_sharing import SequenceCutter
 from lightning_memo.engine.modules.layer_classes import LayerClasses, RequestedSettings
 from lightning_memo.engine.modules.layer_probe import LayerTraits
-from lightning_memo.planner.host_backed_sizes import StreamedBytes, host_backed_sizes
+from lightning_memo.planner.streamed_bytes import StreamedBytes, streamed_bytes
 from lightning_memo.planner.token_slices import SavedBytes, TokenRange, memory_of_plan, plan_of_alpha, slot_bytes
 
 
@@ -38,15 +38,15 @@ class ProfiledLayers(Protocol):
     parked: list[SavedBytes]
 
 
-def host_backed_bytes(
+def streamed_bytes_of_calls(
     engine: ProfiledLayers,
     calls: Sequence[tuple[Sequence[SavedBytes], int]],
     slices: Sequence[TokenRange],
     stream_from_host: StreamFromHost,
 ) -> StreamedBytes:
-    """Return the memory of a plan by which every slice has a slot of its own; see :func:`host_backed_sizes`."""
+    """Return the memory of a plan by which every slice has a slot of its own; see :func:`streamed_bytes`."""
     gradient_bytes = max(-(-traits.key_value_gradient_bytes // traits.tokens) for traits in engine.layer_classes)
-    return host_backed_sizes(
+    return streamed_bytes(
         calls, slices, stream_from_host, gradient_bytes=gradient_bytes, block_tokens=engine.attention.block_tokens,
         shared=engine.parked,
     )  # fmt: skip
@@ -77,7 +77,7 @@ def bootstrap_plan(
     storage = plan_of_alpha(slices[-1].stop, 0.0, len(calls), slice_tokens=longest, multiple=multiple)
     swap = SwapPlan(storage=storage, memory=PlanMemory())
     if stream_from_host != "none":
-        memory = host_backed_bytes(engine, calls, slices, stream_from_host).memory
+        memory = streamed_bytes_of_calls(engine, calls, slices, stream_from_host).memory
         return replace(swap, memory=memory, stream_from_host=stream_from_host)
     if engine.settings.by_kind and not (traits.unsliceable or traits.needs_full_attention):
         storage = _without_attention(swap, saved, traits.tokens, slices, most_host_bytes)

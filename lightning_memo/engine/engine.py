@@ -374,7 +374,7 @@ class Engine:
         if sequence is None:
             run = self._begin_call(call, x, key, swap)
         else:
-            run = self._begin_in_sequence(call, x, key, swap, sequence)
+            run = self._begin_in_sequence(call, x, key, sequence)
         self.calls.add(key, run)
         if sequence is not None and call.layer is self.layers[-1]:
             y, sequence.output = run_last_layer(run, x)
@@ -386,9 +386,11 @@ class Engine:
         tokens = call.tokens
         own = traits = self.layer_classes.of(call, x)  # before the first mark, as a proof takes long
         slices = self.slices_for(traits, tokens, key)
-        due, lengths = self.comparison.due(key, swap.calls), [*(part.tokens for part in slices), tokens]
-        if len(slices) > 1 and self.comparison.ends_slices(call, x, traits, lengths, due, swap.streamed):
-            traits = self.layer_classes.of(call, x)
+        due = self.comparison.due(key, swap.calls)
+        if len(slices) > 1:
+            lengths = [*(part.tokens for part in slices), tokens]
+            if self.comparison.ends_slices(call, x, traits, lengths, due, swap.streamed):
+                traits = self.layer_classes.of(call, x)
         if (traits := self.sharing.agreed(traits, x.device)) is not own:
             slices = self.slices_for(traits, tokens, key)
         self.settings.check(traits, has_global_slices(call.layout))
@@ -406,9 +408,7 @@ class Engine:
             self.profile.handed(key, traits.saved)
         return run
 
-    def _begin_in_sequence(
-        self, call: LayerCall, x: Tensor, key: int, swap: SwapPlan, sequence: SequenceRun
-    ) -> LayerRun:
+    def _begin_in_sequence(self, call: LayerCall, x: Tensor, key: int, sequence: SequenceRun) -> LayerRun:
         layer = key % len(self.layers)
         position = CallPosition(layer, key, sequence.index)
         saved = self._check_in_sequence(call, x, key, sequence) if sequence.index == 0 else ()
@@ -418,10 +418,8 @@ class Engine:
         if self.profile is not None and sequence.index == 0:
             self.parked = sequence.arguments.saved
             self.profile.handed(layer, saved)
-        slices, traits = (
-            (TokenRange(0, call.tokens, sequence.slice.places),),
-            LayerTraits("", routes=self.layer_classes.routes),
-        )
+        slices = (TokenRange(0, call.tokens, sequence.slice.places),)
+        traits = LayerTraits("", routes=self.layer_classes.routes)
         policy = StoragePolicy(self.memory, swap=True, per_slice=True)
         run = run_of_call(self, call, x, position, slices, policy, traits, sequence=sequence)
         self.limits.begin_call(key, parts=len(sequence.slices))
@@ -435,7 +433,7 @@ class Engine:
         """
         traits = self.sharing.agreed(self.layer_classes.of(call, x), x.device)
         if (why := traits.unsliceable or traits.needs_full_attention) and call.tokens > 1:
-            raise self.settings.backing_error(why)
+            raise self.settings.not_streamed_error(why)
         due = self.comparison.due(key, len(self.layers))
         if call.tokens > 1:
             self.comparison.ends_slices(call, x, traits, [call.tokens, sequence.tokens], due, needs_slices=True)
@@ -451,7 +449,7 @@ class Engine:
         with self.attention.choosing():
             traits = self.sharing.agreed(self.layer_classes.of(call, x), x.device)
         sliced = self.cutter.global_slices or self.sequence is not None
-        backing = self.settings.backing(traits, call.tokens, sliced)
+        streamed = self.settings.streamed(traits, call.tokens, sliced)
         slices = self.cutter.recomputed(call.tokens, self.settings.profiled_slice_tokens(traits))
         if self.sequence is not None:
             slices = self.sequence.slices
@@ -459,7 +457,7 @@ class Engine:
             parked = parkable((call.args, call.kwargs)) * _LAYER_CLASSES
             self.parked = [SavedBytes("shared", t.nbytes * traits.tokens // call.tokens) for t in parked]
         limit, input_bytes = self.settings.host_limit(), x.nbytes * traits.tokens // call.tokens
-        swap = bootstrap_plan(self, traits, input_bytes, slices, backing, limit)
+        swap = bootstrap_plan(self, traits, input_bytes, slices, streamed, limit)
         self.memory = allocate_slots(swap, self.device, self.settings, self.recorder, limit)
         self._reader = open_reader(self.memory, swap)
         self.swap, tokens = swap, slices[-1].stop

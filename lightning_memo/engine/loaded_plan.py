@@ -59,13 +59,13 @@ def open_reader(memory: SlotMemory, swap: SwapPlan) -> BlockReader:
     return memory.reader(3 if swap.gradients_on_host else 2, swap.memory.staging)
 
 
-def why_made_for_others(swap: SwapPlan, settings: RequestedSettings, sliced_outside: bool | None) -> str:
+def why_made_for_others(swap: SwapPlan, settings: RequestedSettings, shares_slices: bool | None) -> str:
     """Return why layers cannot run by a plan that was made for other settings; empty if they can.
 
     Args:
         swap: The plan.
         settings: The settings that were requested.
-        sliced_outside: Whether context-parallel processes share each slice; `None` if there is one such process.
+        shares_slices: Whether context-parallel processes share each slice; `None` if there is one such process.
     """
     whole = swap.storage.tokens > (settings.slice_tokens or 0) and settings.stream_from_host == "model"
     if (whole or swap.stream_from_host == "model") and swap.stream_from_host != settings.stream_from_host:
@@ -74,7 +74,7 @@ def why_made_for_others(swap: SwapPlan, settings: RequestedSettings, sliced_outs
         return "it names a place for each kind of tensor, and these settings take a single alpha"
     if why := why_not_stored(swap.storage, swap.joint_attention or settings.joint_attention):
         return why
-    if sliced_outside is not None and swap.streamed != sliced_outside:
+    if shares_slices is not None and swap.streamed != shares_slices:
         return f'it was made for stream_from_host="{swap.stream_from_host}"'
     if swap.disk_bytes and settings.disk_path is None:
         return f"it spills {format_bytes(swap.disk_bytes)} to a disk, and no disk_path is given"

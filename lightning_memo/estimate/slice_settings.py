@@ -9,7 +9,7 @@ from typing import Final
 from lightning_memo.artifacts.json_documents import check_range
 from lightning_memo.artifacts.plan import StoragePlan, StreamFromHost
 from lightning_memo.estimate.saved_tensors import FP32, ElementBytes, saved_tensors
-from lightning_memo.planner.host_backed_sizes import StreamedBytes, host_backed_sizes
+from lightning_memo.planner.streamed_bytes import StreamedBytes, streamed_bytes
 from lightning_memo.planner.token_slices import SavedBytes, slices_of
 from lightning_memo.shapes.model_shape import ModelShape
 
@@ -70,7 +70,7 @@ class Slices:
         shared = [tables_bytes(shape, sizes) // 2] * 2 + [_INT64] * 2
         if self.states_on_host:
             saved += [SavedBytes("other", self.tokens * size) for size in shared[:2]]
-        return host_backed_sizes(
+        return streamed_bytes(
             [(saved, self.tokens)] * shape.layers,
             slices_of(plan, 0, plan.tokens),
             self.stream_from_host,

@@ -266,11 +266,11 @@ def _too_much_for_host(
     """Memory that would be needed on the device and the host without the host limit."""
     alpha = request.alpha if request.alpha is not None else float(request.method == "full_swap")
     memory, working = memory_at(request, costs, alpha), costs.working_bytes(1.0 - alpha)
-    buffers, host_bytes = 2 * memory.slot + memory.staging, memory.host
+    host_bytes = memory.host
     if request.sliced is not None:
         working = costs.working_bytes(min(request.sliced.tokens / request.seq_len, 1.0 - alpha))
     else:
-        host_bytes = sum(costs.swapped_bytes(call, alpha) for call in range(costs.calls - 2))
+        host_bytes = sum(costs.swapped_bytes(call, alpha) for call in range(costs.swapped_calls))
     return LayersEstimate(
         status="oohm",
         alpha=alpha,
@@ -278,7 +278,7 @@ def _too_much_for_host(
         recomputed=1.0 - alpha,
         recomputed_flops=0.0,
         recompute_seconds=0.0,
-        device_bytes=by_category(request, parallel, buffers, 0, working, costs.transient_device_bytes),
+        device_bytes=by_category(request, parallel, memory.buffer_bytes, 0, working, costs.transient_device_bytes),
         host_bytes=host_bytes,
         limits=[f"{reason[0].upper()}{reason[1:]}."],
     )

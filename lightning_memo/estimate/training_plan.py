@@ -9,7 +9,6 @@ from typing import Final
 
 from lightning_memo.artifacts.costs import OTHER, Budget, LayerCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan, PlanMemory, StoragePlan
-from lightning_memo.config import MemoConfig
 from lightning_memo.estimate.device_bytes import gathered_bytes, logits_bytes
 from lightning_memo.estimate.layer_operations import layer_products
 from lightning_memo.estimate.planner_inputs import (
@@ -25,9 +24,9 @@ from lightning_memo.estimate.saved_tensors import FP32, saved_tensors
 from lightning_memo.estimate.step_buffers import PlannedCall, PlannedSlice, PlannedStep
 from lightning_memo.planner import Restrictions, make_plan
 from lightning_memo.planner.explain_plan import price_reason
-from lightning_memo.planner.host_backed_sizes import StreamedBytes
 from lightning_memo.planner.make_plan import choose_plan, plain_plan, usable_device_bytes, with_spare_device
 from lightning_memo.planner.storage_planner import StorageError
+from lightning_memo.planner.streamed_bytes import StreamedBytes
 from lightning_memo.planner.token_slices import (
     SavedBytes,
     TokenRange,
@@ -55,7 +54,7 @@ def training_plan(request: EstimateRequest, parallel: Parallelism, costs: LayerC
     """
     budget = measured_budget(request, costs, room)
     by_kind = None
-    if _settings(request, parallel).plans_kinds:
+    if request.slices is None and wanted_alpha(request) == "auto":
         by_kind = _plan_by_kind(request, parallel, costs, budget)
     return choose_plan(
         by_kind,
@@ -66,9 +65,7 @@ def training_plan(request: EstimateRequest, parallel: Parallelism, costs: LayerC
 
 def measured_budget(request: EstimateRequest, costs: LayerCosts, room: Budget) -> Budget:
     """Return the budget of a plan that is made after a first step, whose rounding buffers are then still allocated."""
-    memory = memory_at(request, costs, 0.0)
-    buffers = 2 * memory.slot + memory.staging
-    fixed = costs.fixed_device_bytes
+    buffers, fixed = memory_at(request, costs, 0.0).buffer_bytes, costs.fixed_device_bytes
     return replace(room, device_bytes=usable_device_bytes(fixed, max(room.device_bytes - fixed - buffers, 0)))
 
 
@@ -103,17 +100,6 @@ def alpha_plan(
         return memory_of_slots(plan, partial(largest_slot, costs), costs.swapped_calls)
 
     return make_plan(costs, room, _fingerprint(request, parallel, costs), restrictions, sizes_of)
-
-
-def _settings(request: EstimateRequest, parallel: Parallelism) -> MemoConfig:
-    """The settings of `MemoStrategy` for a request."""
-    return MemoConfig(
-        alpha=wanted_alpha(request),
-        tensor_parallel_size=parallel.tp,
-        context_parallel_size=parallel.cp,
-        pipeline_parallel_size=parallel.pp,
-        slice_tokens="auto" if request.slices is None else request.slices.tokens,
-    )
 
 
 def _plan_by_kind(request: EstimateRequest, parallel: Parallelism, costs: LayerCosts, budget: Budget) -> Plan | None:
@@ -217,18 +203,18 @@ def bytes_of_plan(request: EstimateRequest, parallel: Parallelism, plan: Plan) -
     """
     swap = plan.swap
     kept = swap.memory.kept
-    working = plan.working_set_bytes - swap.buffer_bytes - kept
+    working = plan.working_set_bytes - swap.memory.buffer_bytes - kept
     if has_known_step(request) and request.sliced is None:
         if swap.plain and request.element_bytes.stream != FP32:
             kept -= sum(plan.costs.input_bytes)  # the layer's norm saves a copy in fp32 instead
         step = PlannedStep(
             step=known_step(request, parallel),
             calls=_planned_calls(request, parallel, plan, kept),
-            buffer_bytes=swap.buffer_bytes,
+            buffer_bytes=swap.memory.buffer_bytes,
             plain=swap.plain,
         )
-        working = step.peak_bytes - swap.buffer_bytes - kept
-    return by_category(request, parallel, swap.buffer_bytes, kept, working, plan.costs.transient_device_bytes)
+        working = step.peak_bytes - swap.memory.buffer_bytes - kept
+    return by_category(request, parallel, swap.memory.buffer_bytes, kept, working, plan.costs.transient_device_bytes)
 
 
 def by_category(

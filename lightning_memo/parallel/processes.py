@@ -251,7 +251,7 @@ class Processes:
         Args:
             model: Model that is trained.
             bounds_of: Returns the slice bounds of a training batch from its rows and the tokens of a shard.
-            global_slices: As `outside` of :class:`~lightning_memo.parallel.batches.token_layout.TokenLayout`.
+            global_slices: As `global_slices` of :class:`~lightning_memo.parallel.batches.token_layout.TokenLayout`.
             hands_states: Whether layers hand states from token to token, so that processes need contiguous ranges.
 
         Raises:

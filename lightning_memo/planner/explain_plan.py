@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from lightning_memo.artifacts.costs import Budget, StorageCosts
+from lightning_memo.artifacts.costs import Budget
 from lightning_memo.artifacts.plan import Plan, Price, Resource, SwapPlan
 from lightning_memo.planner.step_time import StepTime
 from lightning_memo.utils.units import format_bytes, format_seconds
@@ -66,7 +66,7 @@ def given_alpha_reason(found: Candidate, alpha: float, budget: Budget) -> str:
     return f"alpha was given. {waits}{over}"
 
 
-def alpha_reason(found: Candidate, more: Candidate | None, alpha: float, budget: Budget, costs: StorageCosts) -> str:
+def alpha_reason(found: Candidate, more: Candidate | None, alpha: float, budget: Budget) -> str:
     """Return what limits the alpha that is the fastest, and what the step waits for.
 
     Args:
@@ -74,13 +74,12 @@ def alpha_reason(found: Candidate, more: Candidate | None, alpha: float, budget:
         more: The plan for the next larger fraction; None if there is none.
         alpha: Fraction that was chosen.
         budget: Memory of the process.
-        costs: Costs of the layer calls.
     """
-    limit = _alpha_limit(found, more, alpha, budget, costs)
+    limit = _alpha_limit(found, more, alpha, budget)
     return " ".join(filter(None, (limit, _waits(found.time))))
 
 
-def _alpha_limit(found: Candidate, more: Candidate | None, alpha: float, budget: Budget, costs: StorageCosts) -> str:
+def _alpha_limit(found: Candidate, more: Candidate | None, alpha: float, budget: Budget) -> str:
     if not found.swap.swapped_calls:
         return "The last two layer calls stay on the device, and there are no others."
     if found.over:

@@ -33,9 +33,9 @@ from lightning_memo.planner.explain_plan import (
     plain_reason,
     price_reason,
 )
-from lightning_memo.planner.host_backed_sizes import StreamedBytes
 from lightning_memo.planner.step_time import step_time, streamed_step_time
 from lightning_memo.planner.storage_planner import StorageError, plan_storage
+from lightning_memo.planner.streamed_bytes import StreamedBytes
 from lightning_memo.planner.token_slices import (
     plan_of_alpha,
     plan_of_plain_training,
@@ -99,15 +99,25 @@ class Restrictions:
 
 
 class HostMemoryError(ValueError):
-    """The host cannot hold the activations that have to be swapped."""
+    """The host cannot hold the activations that have to be swapped.
 
-    def __init__(self, alpha: float, needed_bytes: int, budget: Budget, remedy: str = "") -> None:
-        disk = f", plus {format_bytes(budget.disk_bytes)} of disk" if budget.disk_bytes else ""
-        more = "raise host_memory or disk_memory," if disk else "raise host_memory"
+    Args:
+        alpha: Fraction that is swapped.
+        memory: Memory of the plan without the disk.
+        budget: Memory of the process.
+        smaller: What to set instead of a given alpha; empty if alpha is not given, or cannot be smaller.
+    """
+
+    def __init__(self, alpha: float, memory: PlanMemory, budget: Budget, smaller: str = "") -> None:
+        disk, more = "", "host_memory"
+        if budget.disk_bytes:
+            buffers = format_bytes(DiskLayout(memory.slot).bounce_bytes)
+            disk = f", plus {format_bytes(budget.disk_bytes)} of disk, whose buffers take {buffers} of host memory"
+            more = "host_memory or disk_memory"
         super().__init__(
-            f"alpha={alpha:g} swaps {format_bytes(needed_bytes)} ({needed_bytes} bytes) to the host, but the budget is "
+            f"alpha={alpha:g} swaps {format_bytes(memory.host)} ({memory.host} bytes) to the host, but the budget is "
             f"{format_bytes(budget.host_bytes)} ({budget.host_bytes} bytes) of host memory{disk}: "
-            + (remedy or f"{more} or shorten the sequence")
+            f"{smaller}raise {more}, or shorten the sequence"
         )
 
 
@@ -292,7 +302,7 @@ class _Search:
             in_flight=costs.in_flight,
         )
         recomputed = storage.recomputed_bytes([costs.classes[number].other_bytes for number in costs.call_classes])
-        working = costs.working_bytes_with(recomputed) + swap.buffer_bytes + memory.kept
+        working = costs.working_bytes_with(recomputed) + swap.memory.buffer_bytes + memory.kept
         device_bytes = costs.fixed_device_bytes + working
         needs = memory_limits(Budget(device_bytes=device_bytes, host_bytes=swap.host_bytes, disk_bytes=swap.disk_bytes))
         limits = memory_limits(budget)
@@ -387,17 +397,17 @@ class _Fractions(_Search):
             low, high = max(chosen - step, low), min(chosen + step, high)
         found, alpha = judged(chosen), alpha_of(chosen)
         if found.over.keys() - {"device memory"}:
-            raise HostMemoryError(alpha, found.swap.memory.host, budget)
+            raise HostMemoryError(alpha, found.swap.memory, budget)
         more = judged(chosen + 1) if chosen < most else None
-        return replace(found, reason=alpha_reason(found, more, alpha, budget, self._costs))
+        return replace(found, reason=alpha_reason(found, more, alpha, budget))
 
     def _given(self, alpha: float, budget: Budget) -> Candidate:
         found = self._at(alpha, budget)
         if found.over.keys() - {"device memory"}:
-            mixed_on_disk = self._is_mixed(alpha) and budget.disk_bytes
-            smaller = "set alpha=1, which may use the disk," if mixed_on_disk else "set a smaller alpha"
-            remedy = f'{smaller} or alpha="auto", or raise host_memory'
-            raise HostMemoryError(alpha, found.swap.memory.host, budget, remedy)
+            smaller = 'set a smaller alpha or alpha="auto", ' if alpha else ""
+            if self._is_mixed(alpha) and budget.disk_bytes:
+                smaller = 'set alpha=1, which may use the disk, or alpha="auto", '
+            raise HostMemoryError(alpha, found.swap.memory, budget, smaller)
         return replace(found, reason=given_alpha_reason(found, alpha, budget))
 
     def _is_mixed(self, alpha: float) -> bool:
@@ -410,7 +420,7 @@ class _Fractions(_Search):
         if "host memory" not in found.over or found.swap.streamed or self._is_mixed(alpha):
             return found
         leaving = found.swap.swapped_calls
-        spilled = calls_to_spill(leaving, found.swap.memory.slot, budget)
+        spilled = _calls_on_disk(leaving, found.swap.memory.slot, budget)
         return found if spilled is None else self._judge(self._storage(alpha, spread(spilled, leaving)), budget)
 
     def _storage(self, alpha: float, spilled: Collection[int] = ()) -> StoragePlan:
@@ -422,7 +432,7 @@ class _Fractions(_Search):
         )
 
 
-def calls_to_spill(swapped_calls: int, slot_bytes: int, budget: Budget) -> int | None:
+def _calls_on_disk(swapped_calls: int, slot_bytes: int, budget: Budget) -> int | None:
     """Return the smallest number of layer calls that have to go to the disk for the others to fit the host.
 
     Args:

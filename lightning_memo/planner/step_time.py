@@ -9,7 +9,7 @@ from typing import Final
 
 from lightning_memo.artifacts.costs import ATTENTION, MOVED, OTHER, CallCosts, Place, StorageCosts
 from lightning_memo.artifacts.plan import CallPlan, Resource, StoragePlan
-from lightning_memo.planner.host_backed_sizes import SliceBytes
+from lightning_memo.planner.streamed_bytes import SliceBytes
 
 _BUFFERS: Final = 2  # rounding buffers: one slice is computed while another one is copied
 _LAYERS: Final = 3  # the last of so many equal layers waits as all later ones do

@@ -19,13 +19,6 @@ TILE_TOKENS = 128
 TILED_FROM_TOKENS = 2048
 KEPT: Final[tuple[tuple[str, Place], ...]] = ((INPUT, "host"), (ATTENTION, "device"), (OTHER, "device"))
 """Places of a slice whose tensors stay on the device."""
-SWAPPED: Final[tuple[tuple[str, Place], ...]] = (
-    (INPUT, "host"),
-    (ATTENTION, "host"),
-    (OTHER, "host"),
-    ("state", "host"),
-)
-"""Places of a slice that a single alpha swaps."""
 RECOMPUTED: Final[tuple[tuple[str, Place], ...]] = (
     (INPUT, "host"),
     (ATTENTION, "host"),
@@ -85,7 +78,7 @@ class TokenRange:
 
     def gathered(self, shards: int) -> TokenRange:
         """The range that attention sees if each of `shards` processes holds such a range of the layer's input."""
-        return replace(self, start=self.start * shards, stop=self.stop * shards)
+        return self if shards == 1 else replace(self, start=self.start * shards, stop=self.stop * shards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +223,7 @@ def slices_of(plan: StoragePlan, call: int, tokens: int, multiple: int = 1) -> t
     return tuple(slices)
 
 
-def with_common_bounds(plan: StoragePlan, others: Collection[int] = ()) -> StoragePlan:
+def with_common_bounds(plan: StoragePlan, others: Collection[int]) -> StoragePlan:
     """Return the same plan with the slices of all layer calls cut alike, as processes that share tokens need them.
 
     Args:

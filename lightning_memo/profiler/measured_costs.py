@@ -48,8 +48,6 @@ def free_device_bytes(device: torch.device) -> int:
         raise ValueError(
             f'free memory of device {str(device)!r} can\'t be read: set device_memory, for example "80GiB"'
         )
-    import torch
-
     free_bytes, _ = torch.cuda.mem_get_info(device)
     return int(free_bytes) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
@@ -164,11 +162,6 @@ def measured_layer_costs(
         disk_write_bytes_per_second=write,
         disk_read_bytes_per_second=read,
     )
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def measured_call_costs(profile: StepProfile, costs: LayerCosts) -> list[CallCosts]:

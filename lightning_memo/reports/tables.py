@@ -126,7 +126,7 @@ def _summary(plan: Plan) -> list[str]:
     swap, budget = plan.swap, plan.budget
     longest = swap.storage.slice_tokens
     slices = "" if longest is None else f", slices of at most {longest:,} tokens"
-    backing = {
+    streamed = {
         "none": "",
         "attention": ", keys and values on the host",
         "hidden": ", keys, values and hidden states on the host",
@@ -135,7 +135,7 @@ def _summary(plan: Plan) -> list[str]:
     of_layers = " of the layers" if len({call.tokens(OTHER) for call in swap.storage.calls}) > 1 else ""
     what = f"alpha={swap.alpha:.4g}{of_layers}" if swap.storage.has_one_alpha else "by kind of tensor"
     joint = ", joint attention of all slices" if swap.joint_attention else ""
-    how = f"{what}{joint}{slices}{backing[swap.stream_from_host]}"
+    how = f"{what}{joint}{slices}{streamed[swap.stream_from_host]}"
     return [
         f"mode    {'plain, nothing swapped or recomputed' if swap.plain else f'memo, {how}'}",
         *_kernel(plan),
@@ -262,7 +262,7 @@ def plan_shortage(plan: Plan, can_have_more: bool) -> str:
     ways = ["shorten the sequence"]
     if plan.swap.alpha > 0:
         ways.append('set a smaller alpha or "auto"')
-    transients = plan.working_set_bytes - plan.swap.buffer_bytes - plan.swap.memory.kept
+    transients = plan.working_set_bytes - plan.swap.memory.buffer_bytes - plan.swap.memory.kept
     if transients == plan.costs.transient_device_bytes:  # the peak is outside the layers
         ways.append("lower loss_chunk_tokens")
     elif plan.swap.storage.slice_tokens is None:

@@ -115,7 +115,8 @@ class EarlierPlan:
         longest = self._config.slice_tokens
         planned = plan.swap.storage.slice_tokens
         if longest != "auto" and not plan.swap.plain and int(longest) != planned:
-            return f"it was made for slice_tokens={planned}, and {longest} was given"
+            made = "whole sequences" if planned is None else f"slice_tokens={planned}"
+            return f"it was made for {made}, and slice_tokens={longest} was given"
         if why := self._engine.why_not(plan.swap):
             return why
         if self._config.plan is None and not self._has_alpha(plan):

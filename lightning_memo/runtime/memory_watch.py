@@ -52,7 +52,7 @@ class DeviceMemoryWatch(MetersSteps):
         if plan is None or plan.swap is not self._measured:  # a larger batch was profiled in the meantime
             self._stop()
         elif self._meter is not None:
-            always = plan.costs.fixed_device_bytes + plan.swap.buffer_bytes
+            always = plan.costs.fixed_device_bytes + plan.swap.memory.buffer_bytes
             step_bytes = self._step_bytes = always + self._stop()
         elif self._step_bytes and plan.placement is not None:
             step_bytes = self._step_bytes + plan.placement.arena_bytes - plan.placement.lower_bound_bytes

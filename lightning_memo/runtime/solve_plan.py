@@ -13,13 +13,13 @@ from lightning_memo.artifacts.costs import Budget, CallCosts, LayerCosts, Storag
 from lightning_memo.artifacts.plan import Fingerprint, Plan, PlanMemory, StoragePlan
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
-from lightning_memo.engine.bootstrap_plan import host_backed_bytes
+from lightning_memo.engine.bootstrap_plan import streamed_bytes_of_calls
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.parallel.ranks import Ranks, agree_on_plan
 from lightning_memo.planner import Restrictions, make_plan
-from lightning_memo.planner.host_backed_sizes import StreamedBytes
 from lightning_memo.planner.make_plan import plain_plan, with_spare_device
 from lightning_memo.planner.storage_planner import StorageError
+from lightning_memo.planner.streamed_bytes import StreamedBytes
 from lightning_memo.planner.token_slices import SavedBytes, memory_of_plan, plan_of_alpha, share, slot_bytes
 from lightning_memo.profiler.measured_costs import measured_call_costs
 
@@ -107,7 +107,7 @@ class _AlphaPlanner:
     def __init__(self, step: MeasuredStep, engine: Engine, config: MemoConfig, most_alpha: float) -> None:
         assert engine.swap is not None
         self._step, self._engine, self._config, self._most_alpha = step, engine, config, most_alpha
-        self._backing = engine.swap.stream_from_host
+        self._stream_from_host = engine.swap.stream_from_host
         self._slice_tokens = engine.settings.slice_tokens
 
     def solve(self, alpha: float | None, may_be_plain: bool) -> Plan:
@@ -117,7 +117,7 @@ class _AlphaPlanner:
             ValueError: Some layer cannot run slice after slice, and `stream_from_host` is given.
         """
         if why := self._engine.layer_classes.unsliceable:
-            self._backing = self._engine.settings.backing_of_whole_layers(self._backing, why)
+            self._stream_from_host = self._engine.settings.streamed_by_whole_layers(self._stream_from_host, why)
         restrictions = Restrictions(
             alpha=self._config.alpha if alpha is None else alpha,
             most_alpha=self._most_alpha,
@@ -127,9 +127,9 @@ class _AlphaPlanner:
             multiple=self._engine.cutter.multiple,
             # If the profiled step was cut into slices, the memory of a step without slices is not known.
             may_be_plain=may_be_plain and self._step.profile.slice_tokens == self._step.profile.tokens,
-            stream_from_host=self._backing,
+            stream_from_host=self._stream_from_host,
         )
-        sizes_of = self._memory_of if self._backing == "none" else self._streamed_bytes
+        sizes_of = self._memory_of if self._stream_from_host == "none" else self._streamed_bytes
         return make_plan(self._step.costs, self._step.budget, self._step.label, restrictions, sizes_of)
 
     def _memory_of(self, plan: StoragePlan) -> PlanMemory:
@@ -142,7 +142,7 @@ class _AlphaPlanner:
     def _streamed_bytes(self, plan: StoragePlan) -> StreamedBytes:
         """Memory of a plan if slices are swapped one by one."""
         slices = self._engine.cutter.slices(plan, plan.tokens)
-        return host_backed_bytes(self._engine, self._step.profile.saved_by_calls, slices, self._backing)
+        return streamed_bytes_of_calls(self._engine, self._step.profile.saved_by_calls, slices, self._stream_from_host)
 
 
 def plan_by_kind(

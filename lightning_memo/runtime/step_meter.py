@@ -46,7 +46,7 @@ class StepMeter:
         """
         self._engine.on_mark = self._listener
         swap, memory = self._engine.swap, self._engine.memory
-        kept_bytes = (0 if swap is None else swap.buffer_bytes) + (0 if memory is None else memory.device_bytes)
+        kept_bytes = (0 if swap is None else swap.memory.buffer_bytes) + (0 if memory is None else memory.device_bytes)
         try:
             return self._meter.stop(kept_bytes, accumulating)
         except RuntimeError:

@@ -191,7 +191,7 @@ class LastStep(Callback):
         used, self._meter = self._meter.stop(0, trainer.accumulate_grad_batches > 1), None
         strategy: Any = trainer.strategy
         plan = strategy.plan  # None if no layer is trained
-        buffers = 0 if plan is None else plan.swap.buffer_bytes
+        buffers = 0 if plan is None else plan.swap.memory.buffer_bytes
         self.peak_bytes = state_bytes(pl_module, trainer.optimizers) + buffers + max(used.layers, used.outside)
 
     @override

@@ -26,7 +26,7 @@ SETTINGS = {
     "1": {"alpha": 1.0},
     "slices": {"slice_tokens": 16},
     "all": {"slice_tokens": 16, "stream_from_host": "hidden"},
-    "kinds": {"test_mode": BY_KIND, "device_memory": "1GiB", "host_memory": "1GiB"},
+    "kinds": {"test_mode": BY_KIND, "device_memory": "64KiB", "host_memory": "1GiB"},
 }
 
 

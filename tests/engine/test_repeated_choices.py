@@ -105,7 +105,7 @@ def routed() -> nn.Module:
         {"alpha": 0.5},
         {"alpha": 1.0},
         {"alpha": 0.5, "slice_tokens": 8, "stream_from_host": "hidden"},
-        {"test_mode": BY_KIND},
+        {"test_mode": BY_KIND, "device_memory": "64KiB"},
     ],
 )
 def test_gradients_are_those_of_the_forward_s_experts(settings: dict[str, Any]) -> None:

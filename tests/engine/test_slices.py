@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from support.alpha_plans import slices_at
+from support.alpha_plans import SWAPPED, slices_at
 from support.devices import DEVICE
 from support.families import FAMILIES, make_batch
 from support.harness import (
@@ -47,7 +47,6 @@ from lightning_memo.planner.token_slices import (
     ALIGNMENT_BYTES,
     KEPT,
     RECOMPUTED,
-    SWAPPED,
     SavedBytes,
     TokenRange,
     aligned,

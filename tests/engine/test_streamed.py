@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import transformers
 from lightning.pytorch.strategies import ModelParallelStrategy
 from support.devices import DEVICE
 from support.families import make_batch
@@ -253,6 +254,26 @@ def test_a_batch_on_the_host_is_moved_slice_by_slice(monkeypatch: pytest.MonkeyP
     whole = Mock(side_effect=AssertionError("all of a batch was moved"))
     monkeypatch.setattr(ModelParallelStrategy, "batch_to_device", whole)
     assert fit(MemoStrategy(slice_tokens=7, stream_from_host="model"), LanguageModel("llama"), max_steps=2).losses
+
+
+class UsesFirstLayer(transformers.LlamaForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        seen: list[Tensor] = []
+        hook = self.model.layers[0].register_forward_hook(lambda *call: seen.append(call[-1]))
+        output = super().forward(*args, **kwargs)
+        hook.remove()
+        if output.loss is not None:
+            output.loss = output.loss + seen[0].square().mean()
+        return output
+
+
+def test_losses_of_inner_layers_slice_by_slice_are_refused() -> None:
+    model = UsesFirstLayer(build("llama").config)
+    with (
+        EngineUnderTest(model, slice_tokens=8, stream_from_host="model") as under_test,
+        pytest.raises(ValueError, match="other outputs of its layers than the last one"),
+    ):
+        under_test.model(**make_batch(2, 61))
 
 
 def test_two_forwards_slice_by_slice_are_refused() -> None:
@@ -501,7 +522,7 @@ def test_trains_as_plain(stream_from_host: StreamFromHost, monkeypatch: pytest.M
     result.plan.save(saved)
     again = fit(MemoStrategy(slice_tokens=7, stream_from_host=stream_from_host, plan=saved), max_steps=2)
     assert again.plan.swap == swap
-    with pytest.warns(UserWarning, match="it was made for slice_tokens=7, and 5 was given"):
+    with pytest.warns(UserWarning, match="it was made for slice_tokens=7, and slice_tokens=5 was given"):
         other = fit(MemoStrategy(slice_tokens=5, stream_from_host=stream_from_host, plan=saved), max_steps=2)
     assert other.plan.swap.storage.slice_tokens == 5
 

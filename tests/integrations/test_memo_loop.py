@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -24,7 +25,6 @@ from lightning.fabric import Fabric
 from support.devices import DEVICE
 from support.families import FAMILIES, VOCABULARY
 from support.markers.slow import slow_if
-from support.modes import BY_KIND, JOINT
 from support.processes import run_in_processes
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -39,7 +39,9 @@ from lightning_memo.engine import TestMode
 from lightning_memo.runtime.memory_planner import MemoryState
 
 TOKENS, STEPS = 40, 5
-LATE = {"test_mode": TestMode(seed=1, longest_delay_seconds=0.0005)}
+LATE_COPIES = TestMode(seed=1, longest_delay_seconds=0.0005)
+LATE = {"test_mode": LATE_COPIES}
+BY_KIND, JOINT = replace(LATE_COPIES, plans="kinds"), replace(LATE_COPIES, joint_attention=True)
 
 
 def build(family: str = "llama") -> nn.Module:
@@ -136,7 +138,7 @@ def test_a_plain_loop(family: str, alpha: float) -> None:
         {"slice_tokens": 16, "stream_from_host": "hidden"},
         {"plan_memory": False, "loss_chunk_tokens": 16, "alpha": 0.5},
     ],
-    ids=lambda settings: next(iter(settings)),
+    ids=["kinds", "joint", "slices", "plan_memory"],
 )
 def test_settings(settings: dict[str, Any]) -> None:
     check(plain_loop, **LATE | settings)

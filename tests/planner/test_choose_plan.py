@@ -9,7 +9,7 @@ from support.alpha_plans import alpha_swap, memory_by
 from support.samples.storage_problems import LABEL, LAYERS, MIB, planned
 
 from lightning_memo.artifacts.costs import Budget
-from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.plan import Plan, PlanMemory
 from lightning_memo.planner import HostMemoryError, Restrictions, make_plan
 from lightning_memo.planner.make_plan import choose_plan, plain_plan
 
@@ -48,7 +48,7 @@ def test_one_that_does_not_fit_is_not_chosen_unless_it_has_run() -> None:
 
 def test_without_one_of_them() -> None:
     def refuse() -> Plan:
-        raise HostMemoryError(0.0, 10, Budget(device_bytes=1, host_bytes=1))
+        raise HostMemoryError(0.0, PlanMemory(host=10), Budget(device_bytes=1, host_bytes=1))
 
     assert choose_plan(KINDS, refuse, device_measured=True) == KINDS
     assert choose_plan(None, lambda: ALPHA, device_measured=True) == ALPHA

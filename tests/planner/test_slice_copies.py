@@ -9,8 +9,8 @@ from support.samples.plans import FINGERPRINT, GIB, costs_of
 
 from lightning_memo.artifacts.costs import Budget, StorageCosts
 from lightning_memo.planner import Restrictions, make_plan
-from lightning_memo.planner.host_backed_sizes import SliceBytes, host_backed_sizes
 from lightning_memo.planner.step_time import layer_seconds, slice_work, streamed_step_time
+from lightning_memo.planner.streamed_bytes import SliceBytes, streamed_bytes
 from lightning_memo.planner.token_slices import SavedBytes, slices_of
 
 AMPLE = Budget(device_bytes=2**50, host_bytes=2**50)
@@ -69,7 +69,7 @@ def test_the_best_alpha_is_not_slower_than_none_half_and_all(slices, forward, lo
 
     def streamed(plan):
         parts = slices_of(plan, 0, 1000)
-        return host_backed_sizes([(SAVED, 1000)] * 6, parts, stream_from_host, gradient_bytes=0)
+        return streamed_bytes([(SAVED, 1000)] * 6, parts, stream_from_host, gradient_bytes=0)
 
     def at(alpha):
         restrictions = Restrictions(

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 SLICED: dict[str, Any] = {"slice_tokens": 4, "plan_memory": False}
 
 
-def backing(result: Any) -> tuple[int, str]:
+def streamed(result: Any) -> tuple[int, str]:
     return result.plan.swap.storage.slice_tokens, result.plan.swap.stream_from_host
 
 
@@ -35,7 +35,7 @@ def backing(result: Any) -> tuple[int, str]:
 )
 def test_keys_are_on_the_device_if_it_has_room(settings: dict[str, Any], expected: str) -> None:
     result = fit(MemoStrategy(**SLICED, **settings), LanguageModel(), max_steps=5)
-    assert backing(result) == (4, expected)
+    assert streamed(result) == (4, expected)
     assert result.losses == pytest.approx(plain(max_steps=5).losses, abs=3e-6)
     assert set(result.held) == {0}
 
@@ -51,7 +51,7 @@ def test_keys_go_to_the_host_if_a_step_does_not_fit(where: str) -> None:
     assert [text.partition(" with slice_tokens=4, ")[2].partition(":")[0] for text in told] == [
         'stream_from_host="attention"', 'stream_from_host="hidden"'
     ]  # fmt: skip
-    assert backing(result) == (4, "hidden")
+    assert streamed(result) == (4, "hidden")
     assert result.losses == pytest.approx(plain(max_steps=8).losses, abs=3e-6)
     assert set(result.held) == {0}
 
@@ -66,7 +66,7 @@ def test_rows_that_are_no_longer_than_a_slice_are_not_run_again() -> None:
 def test_a_longer_batch_is_profiled_where_keys_are(tmp_path: Any) -> None:
     data = batches([*loader(6, tokens=16), *loader(6, tokens=32)])
     result = fit(MemoStrategy(**SLICED), LanguageModel(), data=data, max_steps=6)
-    assert backing(result) == (4, "none")
+    assert streamed(result) == (4, "none")
     result.plan.save(tmp_path / "plan.json")
     again = fit(MemoStrategy(plan=tmp_path / "plan.json", **SLICED), LanguageModel(), data=data, max_steps=6)
     assert again.plan.swap == result.plan.swap

@@ -46,7 +46,7 @@ ORDERS: dict[str, list[tuple[int, int]]] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "auto": {},
     "half": {"alpha": 0.5},
-    "kinds": {"test_mode": BY_KIND},
+    "kinds": {"test_mode": BY_KIND, "device_memory": "64KiB"},
     "host": {"alpha": 0.5, "slice_tokens": 3, "stream_from_host": "hidden"},
 }
 

@@ -77,7 +77,7 @@ def test_the_working_set_is_what_was_planned(monkeypatch, settings):
     peak, module, strategy = PeakOfLaterSteps(), LanguageModel(build), MemoStrategy(plan_memory=False, **settings)
     fit(strategy, module, batches([{"input_ids": ids, "labels": ids}] * 3), max_steps=3, callbacks=[peak])
     gradients = sum(p.nbytes for p in module.parameters())
-    measured = peak.peak_bytes - gradients + strategy.plan.swap.buffer_bytes
+    measured = peak.peak_bytes - gradients + strategy.plan.swap.memory.buffer_bytes
     planned = strategy.plan.working_set_bytes
     assert max(measured / planned, planned / measured) <= 1.1
     # Weights, gradients, and two moments and a count of steps for each.

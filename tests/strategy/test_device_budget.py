@@ -52,7 +52,7 @@ class Peak(Callback):
         if self.meter is not None:
             measured, plan = self.meter.stop(accumulating=False), trainer.strategy.plan
             assert measured is not None
-            always = plan.costs.fixed_device_bytes + plan.swap.buffer_bytes
+            always = plan.costs.fixed_device_bytes + plan.swap.memory.buffer_bytes
             self.bytes = always + max(measured.layers, measured.outside)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
-from lightning_memo.artifacts.costs import resident_calls
+from lightning_memo.artifacts.costs import Place, resident_calls
 from lightning_memo.artifacts.plan import PlanMemory, StoragePlan, SwapPlan
 from lightning_memo.planner.token_slices import (
     TokenRange,
@@ -15,6 +15,11 @@ from lightning_memo.planner.token_slices import (
     slices_of,
     spread,
 )
+
+SWAPPED: Final[tuple[tuple[str, Place], ...]] = tuple(
+    (kind, "host") for kind in ("input", "attention", "other", "state")
+)
+"""Places of a slice that a single alpha swaps."""
 
 
 def slices_at(tokens: int, alpha: float, longest: int | None = None, multiple: int = 1) -> tuple[TokenRange, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_memo.artifacts.plan import StreamFromHost, SwapPlan
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
-from lightning_memo.engine.bootstrap_plan import host_backed_bytes
+from lightning_memo.engine.bootstrap_plan import streamed_bytes_of_calls
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.planner.token_slices import TokenRange, plan_of_alpha, slice_slot_bytes, slot_bytes
@@ -216,7 +216,7 @@ class EngineUnderTest:
     def _load_streamed(self, profile: StepProfile, alpha: float, slices: tuple[TokenRange, ...]) -> tuple[int, ...]:
         """Do the same as `load`, and return the bytes of all slices of each layer call."""
         engine = self.engine
-        sizes = host_backed_bytes(engine, profile.saved_by_calls, slices, self.stream_from_host)
+        sizes = streamed_bytes_of_calls(engine, profile.saved_by_calls, slices, self.stream_from_host)
         plan = SwapPlan(
             storage=plan_of_alpha(slices[-1].stop, alpha, len(profile.calls), slice_tokens=self.slice_tokens),
             memory=sizes.memory,

@@ -27,7 +27,7 @@ from lightning_memo.kernels.select_kernel import (
 from lightning_memo.parallel.batches.token_layout import TokenLayout
 from lightning_memo.parallel.context_parallel import ContextAttention, ContextGroups, HeadExchange
 from lightning_memo.parallel.ranks import Ranks
-from lightning_memo.planner.host_backed_sizes import BLOCK_TOKENS
+from lightning_memo.planner.streamed_bytes import BLOCK_TOKENS
 from lightning_memo.planner.token_slices import TokenRange
 
 

@@ -28,7 +28,7 @@ from lightning_memo.kernels.attention_kernel import (
     sums_dtype,
 )
 from lightning_memo.parallel.context_parallel import HeadExchange
-from lightning_memo.planner.host_backed_sizes import blocks_of
+from lightning_memo.planner.streamed_bytes import blocks_of
 from lightning_memo.planner.token_slices import TokenRange
 
 _KeysValues = tuple[Tensor, Tensor]

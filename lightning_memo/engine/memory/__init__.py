@@ -1,1 +1,1 @@
-"""Memory for offloaded activations: slots, their rounding buffers on the device, the host arena and the spill file."""
+"""Memory for offloaded activations: slots, their rounding buffers on the device, and the places outside of it."""

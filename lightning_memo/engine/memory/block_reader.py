@@ -42,10 +42,6 @@ class BlockReader:
             copied back.
         poison: Whether a buffer is filled with NaN before it is used again.
         size_bytes: Total size of the buffers. A buffer grows when a block is larger.
-
-    Attributes:
-        blocks_read: Number of blocks read so far.
-        bytes_read: Number of bytes copied so far.
     """
 
     def __init__(
@@ -57,8 +53,6 @@ class BlockReader:
         self._buffers = [torch.empty(each, dtype=torch.uint8, device=device) for _ in range(buffers)]
         self._leaving: list[CopyEvent | None] = [None] * buffers
         self._next = 0
-        self.blocks_read = 0
-        self.bytes_read = 0
 
     @property
     def size_bytes(self) -> int:
@@ -93,14 +87,12 @@ class BlockReader:
         for part, sources in zip(block.parts, parts, strict=True):
             for piece, source in zip(part.split([s.size_bytes for s in sources]), sources, strict=True):
                 self._copy(block, piece, source)
-        self.blocks_read += 1
         return number, block
 
     def _copy(self, block: DeviceBlock, piece: Tensor, source: HostRange) -> None:
         arrival = source.read(piece, self._prefetch)
         if arrival is not None:
             block.arrivals.append(arrival)
-            self.bytes_read += source.size_bytes
 
     def _views(self, number: int, sizes: list[int]) -> list[Tensor]:
         leaving, self._leaving[number] = self._leaving[number], None

@@ -64,7 +64,7 @@ class DiskFile:
     """
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
-        self.folder, self.size_bytes = folder, size_bytes
+        self.folder = folder
         self._file = open_unnamed(folder)
         try:
             _reserve(self._file.fileno(), size_bytes)

@@ -22,7 +22,9 @@ from lightning_memo.engine.timeline_recorder import Subject
 
 _POPULATE_WRITE = getattr(mmap, "MADV_POPULATE_WRITE", 23)  # of Linux 5.14
 _MOST_THREADS = 16  # a few saturate the memory of a socket
-_PIECE_BYTES = 256 * 2**20
+_POPULATED_BYTES = 256 * 2**20  # at once
+PIECE_BYTES = 256 * 2**20
+"""Longest copy to the host. Attention waits only for the piece that has its keys, and not for all that follow."""
 _DEVICES = Path("/sys/bus/pci/devices")
 
 
@@ -128,10 +130,6 @@ class HostRange:
         if self.copies is not None:
             self.copies.read = event
         return event
-
-
-PIECE_BYTES = 256 << 20
-"""Longest copy to the host. Attention waits only for the piece that has its keys, and not for all that follow."""
 
 
 class HostBuffer(Room):
@@ -344,11 +342,11 @@ def _populate(memory: Tensor, cpus: set[int]) -> None:
     start, size_bytes = memory.data_ptr(), memory.nbytes
 
     def populate(offset: int) -> None:
-        advise(start + offset, min(_PIECE_BYTES, size_bytes - offset), _POPULATE_WRITE)
+        advise(start + offset, min(_POPULATED_BYTES, size_bytes - offset), _POPULATE_WRITE)
 
     threads = min(_MOST_THREADS, len(cpus))
     with ThreadPoolExecutor(threads, "populate", os.sched_setaffinity, (0, cpus)) as pool:
-        pool.map(populate, range(0, size_bytes, _PIECE_BYTES))
+        pool.map(populate, range(0, size_bytes, _POPULATED_BYTES))
 
 
 class PageLock:

@@ -1,9 +1,9 @@
-"""Lazy tensors with one row per token, of which only a few rows are on the device at a time.
+"""Tensors with one row per token, of which only a few rows are on the device at a time.
 
 The rows are on the host, or they are computed when they are read. With `stream_from_host="hidden"`, the hidden states
-between layers are lazy tensors. Layers, the last norm and the loss read and write them slice by slice. Others
-get a real tensor that is computed once, which is correct but takes as much device memory as in plain training; so does
-what reads memory without an operation (NumPy, pickle, DLPack). All aliases use the real tensor from then on, and its
+between layers are offloaded. Layers, the last norm and the loss read and write them slice by slice. Other operations
+get a real tensor that is computed once, which is correct but takes as much device memory as in plain training; so do
+readers of memory (NumPy, pickle, DLPack). All aliases use the real tensor from then on, and its
 views are views of them, so that writes in place reach all of them. Rows of which there is no real tensor never change.
 """
 
@@ -175,7 +175,7 @@ class _Source:
 
 
 def _of_plain(name: str) -> Any:
-    """Return a method of `Tensor` that runs on the real tensor of a `OffloadedTensor`."""
+    """Return a method of `Tensor` that runs on the real tensor of an `OffloadedTensor`."""
 
     def method(self: OffloadedTensor, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._as_plain(), name)(*args, **kwargs)
@@ -232,7 +232,7 @@ class OffloadedTensor(Tensor):
         return lambda: arrival().view(shape)
 
     def mapped(self, function: RowFunction, dtype: torch.dtype) -> OffloadedTensor:
-        """Return a lazy tensor of the same shape that is `function` of each row, without autograd history.
+        """Return an offloaded tensor of the same shape that is `function` of each row, without autograd history.
 
         There must be no real tensor, which could change before the rows are read.
         """
@@ -357,7 +357,7 @@ class TensorBuilder:
 
     @classmethod
     def like(cls, t: Tensor) -> TensorBuilder:
-        """Create an assembly for a tensor with the shape, dtype and location of `t`."""
+        """Create a builder for a tensor with the shape, dtype and location of `t`."""
         if isinstance(t, OffloadedTensor):
             return cls(t.shape, t.dtype, t.device, t.at_once, t.memory)
         return cls(t.shape, t.dtype, t.device)
@@ -444,7 +444,7 @@ class _Part(torch.autograd.Function):
 
 
 def real(t: Tensor) -> Tensor:
-    """Return the real tensor of a `OffloadedTensor`, differentiably, and any other tensor as it is."""
+    """Return the real tensor of an `OffloadedTensor`, differentiably, and any other tensor as it is."""
     return _Real.apply(t) if isinstance(t, OffloadedTensor) else t
 
 

@@ -77,7 +77,7 @@ class RequestedSettings:
             ValueError: The batch is laid out for slices, and the layer cannot run slice after slice.
         """
         if by_slices and (why := traits.unsliceable or traits.needs_full_attention):
-            raise self.backing_error(why)
+            raise self.not_streamed_error(why)
 
     def too_short(self, batch: int, tokens: int) -> bool:
         """Return whether an input has nothing to swap or recompute, or a single token where layers run in slices.
@@ -124,7 +124,7 @@ class RequestedSettings:
         whole = traits.unsliceable or traits.needs_full_attention or self.joint_attention
         return None if whole or (self.divided and not self.may_stream) else self.slice_tokens
 
-    def backing(self, traits: LayerTraits, tokens: int, sliced: bool) -> StreamFromHost:
+    def streamed(self, traits: LayerTraits, tokens: int, sliced: bool) -> StreamFromHost:
         """Return what lives on the host while layers are profiled.
 
         Args:
@@ -141,10 +141,10 @@ class RequestedSettings:
         if self.stream_from_host == "auto":
             return "none" if why or self.joint_attention else "attention"
         if why:
-            raise self.backing_error(why)
+            raise self.not_streamed_error(why)
         return self.stream_from_host
 
-    def backing_of_whole_layers(self, profiled: StreamFromHost, why: str) -> StreamFromHost:
+    def streamed_by_whole_layers(self, profiled: StreamFromHost, why: str) -> StreamFromHost:
         """Return what lives on the host by a plan whose layers run as one slice.
 
         Args:
@@ -156,9 +156,9 @@ class RequestedSettings:
         """
         if profiled == "none" or self.stream_from_host == "auto":
             return "none"
-        raise self.backing_error(why)
+        raise self.not_streamed_error(why)
 
-    def backing_error(self, why: str) -> ValueError:
+    def not_streamed_error(self, why: str) -> ValueError:
         """Return the error for layers that run as one slice where keys and values are on the host.
 
         Args:

@@ -140,8 +140,8 @@ def _traits_of(
             "generator that it does not hold, numbers that another thread draws at the same time): make it a function "
             "of these, for example in attributes of the layer, or train this model without lightning_memo"
         )
-    needs_full_attention = _why_nest(call, recorder)
-    why = _why_whole(call, recorder, not needs_full_attention, changing, rewritten)
+    needs_full_attention = _why_full_attention(call, recorder)
+    why = _why_not_sliced(call, recorder, not needs_full_attention, changing, rewritten)
     return LayerTraits(
         why,
         needs_full_attention,
@@ -287,7 +287,7 @@ def _same(again: Tensor, sketch: Tensor, x: Tensor) -> bool:
     return float((again - sketch).abs().max() / largest) <= (_TOLERANCE if exact else _HALF_TOLERANCE)
 
 
-def _why_nest(call: LayerCall, recorder: _Recorder) -> str:
+def _why_full_attention(call: LayerCall, recorder: _Recorder) -> str:
     """Return why attention of a layer cannot run slice after slice; empty if it can."""
     if all(spec.sliceable for spec in recorder.specs):
         return recorder.why_no_blocks
@@ -302,7 +302,9 @@ def _why_no_blocks(q: Tensor) -> str:
     return f"no attention kernel on {q.device.type} runs slice after slice in {q.dtype} with head_dim {q.shape[-1]}"
 
 
-def _why_whole(call: LayerCall, recorder: _Recorder, sliceable: bool, changing: tuple[str, ...], rewritten: str) -> str:
+def _why_not_sliced(
+    call: LayerCall, recorder: _Recorder, sliceable: bool, changing: tuple[str, ...], rewritten: str
+) -> str:
     """Return why a layer that mixes tokens in attention only has to run as one slice; empty if it can be cut."""
     name = call.name
     if call.tokens < 2:

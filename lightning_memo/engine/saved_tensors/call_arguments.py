@@ -383,7 +383,7 @@ class ParkedCallArguments(CallArguments):
 
 
 def _storages(t: Tensor) -> set[int]:
-    return {Tensor.untyped_storage(part)._cdata for part in plain_parts(t)}  # a `OffloadedTensor` has another for users
+    return {Tensor.untyped_storage(part)._cdata for part in plain_parts(t)}  # that of an `OffloadedTensor` differs
 
 
 class NonActivations:

@@ -73,7 +73,7 @@ def _written_arguments(func: OpOverload[..., Any]) -> tuple[tuple[int, str], ...
 def storage_of(t: Tensor) -> UntypedStorage | None:
     """Return the storage of a tensor; `None` for one without, for example a sparse tensor."""
     try:
-        return Tensor.untyped_storage(t)  # a `OffloadedTensor` has another for users
+        return Tensor.untyped_storage(t)  # an `OffloadedTensor` has another for users
     except (NotImplementedError, RuntimeError):
         return None
 

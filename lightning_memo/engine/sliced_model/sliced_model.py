@@ -27,6 +27,7 @@ from lightning_memo.engine.modules.layer_classes import RequestedSettings
 from lightning_memo.engine.saved_tensors.call_arguments import SliceArguments
 from lightning_memo.engine.saved_tensors.offload_group import Handle, OffloadGroup
 from lightning_memo.engine.sliced_model.outside_layers import OutsideLayers
+from lightning_memo.engine.slices.slice_schedules import LAYER_OUTPUTS
 from lightning_memo.engine.token_locality.fake_run import hooked_parameter
 from lightning_memo.kernels.attention_kernel import sums_dtype, to_device_async
 from lightning_memo.parallel.batches.loss_arguments import takes_loss_arguments, why_loss_unfit
@@ -526,7 +527,7 @@ def _refuse_other_losses(loss: Tensor) -> None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.name() in ("_GatherBackward", "_StoreBackward"):
+        if node.name() in LAYER_OUTPUTS:
             raise ValueError(
                 "the model's loss depends on other outputs of its layers than the last one, which no slice can "
                 'compute by itself: use stream_from_host="hidden"'

@@ -2,8 +2,8 @@
 
 Note: [Schedules]
 Slice by slice: slice 1 runs, then slice 2, ... Under a causal mask a slice needs only its own and earlier keys. A
-scalar token passes through Scatter -> Fetch 1 -> layer -> Store 1 -> Fetch 2 -> ... -> Gather, so that the backward
-begins with the last slice and finishes each slice before it begins the one before.
+scalar token passes through `_BeginLayer`, `_SliceInput` and `_SliceOutput` of each slice, and `_EndLayer`, so that the
+backward begins with the last slice and finishes each slice before it begins the one before.
 
 With `stream_from_host="model"`, each layer call gets one slice of the sequence; see `sliced_model/sliced_model.py`.
 
@@ -293,6 +293,10 @@ class _EndLayer(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         ctx.run.begin_output_gradient(dy)
         return None, torch.zeros((), device=dy.device)
+
+
+LAYER_OUTPUTS = frozenset(function.__name__ + "Backward" for function in (_SliceOutput, _EndLayer))
+"""Names of the autograd nodes behind which the slices of a layer lie."""
 
 
 def _take_input_gradient(part: SliceRun, dx: Tensor | None) -> None:

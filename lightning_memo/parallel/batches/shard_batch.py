@@ -66,7 +66,7 @@ class BatchSharder:
         takes_loss_arguments: Whether the model's loss takes `shift_labels` and `num_items_in_batch`.
         why_loss_unfit: Why it does not, as a clause, if its loss function is the user's.
         bounds_of: Returns the engine's slice bounds on one shard from the batch rows and the tokens of a shard.
-        global_slices: As `outside` of the layout.
+        global_slices: As `global_slices` of the layout.
         contiguous: As `contiguous` of the layout.
         documents_of: Returns the positions at which packed documents start in each row, from a batch and its rows.
         in_model: Whether the model divides its tokens itself; see Note: [Where tokens are divided].

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.alpha_plans import SWAPPED
 from support.architectures.hybrids import HYBRIDS, make_hybrid
 from support.harness import Batch, EngineUnderTest, Step, gradients_of, loss_and_gradients
 from support.markers.slow import slow_if
@@ -18,7 +19,7 @@ from torch import nn
 
 from lightning_memo.artifacts.costs import Place
 from lightning_memo.engine.recurrence import handing
-from lightning_memo.planner.token_slices import KEPT, RECOMPUTED, SWAPPED, TokenRange
+from lightning_memo.planner.token_slices import KEPT, RECOMPUTED, TokenRange
 
 TOKENS = 70
 # Of each gradient, relative to its norm: slices only sum in another order, and cut chunks in other places.

@@ -27,7 +27,7 @@ from lightning_memo import MemoStrategy
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
-PLANS: list[dict[str, Any]] = [{"alpha": 0.0}, {"alpha": 0.5}, {"test_mode": BY_KIND}]
+PLANS: list[dict[str, Any]] = [{"alpha": 0.0}, {"alpha": 0.5}, {"test_mode": BY_KIND, "device_memory": "64KiB"}]
 COUNT = 0
 LIST, SPACE = [0], SimpleNamespace(inner=SimpleNamespace(count=0))
 NUMBERED: dict[int, int] = {}

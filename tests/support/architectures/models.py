@@ -70,7 +70,8 @@ def draw(seed: int) -> Architecture:
     slices = {"slice_tokens": r.randint(1, 20)}
     ways: tuple[dict[str, Any], ...] = (
         {}, {"alpha": "auto", "device_memory": "64KiB"}, {"alpha": 0.0}, {"alpha": 1.0}, {"alpha": r.random()},
-        {"alpha": 0.5}, {"alpha": r.random()} | slices, {"alpha": 0.5, "test_mode": JOINT}, {"test_mode": BY_KIND},
+        {"alpha": 0.5}, {"alpha": r.random()} | slices, {"alpha": 0.5, "test_mode": JOINT},
+        {"test_mode": BY_KIND, "device_memory": "64KiB"},
         {"alpha": 0.5, "stream_from_host": r.choice(("attention", "hidden"))} | slices,
     )  # fmt: skip
     settings = r.choice(ways) | {"plan_memory": r.random() < 0.1}

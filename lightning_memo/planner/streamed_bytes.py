@@ -46,7 +46,7 @@ class StreamedBytes:
     slices: tuple[SliceBytes, ...]
 
 
-def host_backed_sizes(
+def streamed_bytes(
     calls: Sequence[tuple[Sequence[SavedBytes], int]],
     slices: Sequence[TokenRange],
     stream_from_host: StreamFromHost,
