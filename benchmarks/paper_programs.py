@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from typing import Final, Literal
 
 from lightning_memo.artifacts.costs import Budget, LayerCosts
-from lightning_memo.artifacts.plan import Fingerprint, Plan
+from lightning_memo.artifacts.plan import Fingerprint, Plan, PlanMemory
 from lightning_memo.estimate import Cluster, Constants, ModelShape, Parallelism
 from lightning_memo.estimate.device_bytes import (
     CHUNKED_LOGIT_BYTES,
@@ -214,7 +214,7 @@ def program_alpha(costs: LayerCosts, room: Budget) -> float:
     swapped = range(costs.swapped_calls)
     least = [costs.swapped_bytes(call, 0.0) for call in swapped]
     if sum(least) > room.host_bytes:
-        raise HostMemoryError(0.0, sum(least), room)
+        raise HostMemoryError(0.0, PlanMemory(host=sum(least)), room)
     bandwidth = min(costs.offload_bytes_per_second, costs.prefetch_bytes_per_second)
     spare = [costs.forward_seconds[call] * bandwidth - least[call] for call in swapped]
     others = sum(costs.other_bytes[call] for call in swapped)

@@ -56,9 +56,7 @@ def read_json(kind: type[_Document], text: str, version: int) -> _Document:
         # The version is checked before the fields because another version may have other fields.
         found = content.get("version") if isinstance(content, dict) else None
         if found != version or isinstance(found, bool):
-            raise ValueError(
-                f"version is {_brief(found)}, but this lightning_memo reads version {version}: make the file again"
-            )
+            raise ValueError(f"version is {_brief(found)}, but this lightning_memo reads version {version}")
         return _decode_document(kind, content, "")
     except RecursionError:
         raise ValueError("nested too deeply") from None

@@ -9,6 +9,7 @@ or one is given. All candidates are judged by the same functions for memory, tim
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Final
@@ -59,7 +60,7 @@ _ATTEMPTS: Final = 10
 # Bounce buffers are never smaller than the bytes that a layer call spills.
 _LEAST_BOUNCE_SHARE: Final = 1.0
 _FRACTIONS: Final = 16
-"""Parts into which the interval of alpha is divided, again and again, to find the best one."""
+"""Parts into which the interval of alpha is divided; intervals beside the best bound are halved from there on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -387,14 +388,15 @@ class _Fractions(_Search):
                 known[part] = self._at(alpha_of(part), budget)
             return known[part]
 
-        most = max(part for part in range(parts + 1) if alpha_of(part) <= limits.most_alpha)
-        low, high, chosen = 0, most, 0
+        most = bisect_right(range(parts + 1), limits.most_alpha, key=alpha_of) - 1
+        step = max(-(-most // _FRACTIONS), 1)
+        tried: Iterable[int] = (*range(0, most, step), most)
         while True:
-            step = max(-(-(high - low) // _FRACTIONS), 1)
-            chosen = min((*range(low, high, step), high), key=lambda part: _order(judged(part)))
+            chosen = min(tried, key=lambda part: _order(judged(part)))
             if step == 1:
                 break
-            low, high = max(chosen - step, low), min(chosen + step, high)
+            step = -(-step // 2)
+            tried = max(chosen - step, 0), chosen, min(chosen + step, most)
         found, alpha = judged(chosen), alpha_of(chosen)
         if found.over.keys() - {"device memory"}:
             raise HostMemoryError(alpha, found.swap.memory, budget)

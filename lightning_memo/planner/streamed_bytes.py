@@ -68,21 +68,22 @@ def streamed_bytes(
         shared: With "model", the arguments that layers receive in addition to their input, for as many tokens as in
             the first call.
     """
-    # Equal calls may share one list of tensors.
-    slots = {id(saved): slice_slot_bytes(saved, tokens, slices) for saved, tokens in calls}
+    distinct = {id(saved): (saved, tokens) for saved, tokens in calls}  # equal calls may share one list of tensors
+    slots = {key: slice_slot_bytes(*call, slices) for key, call in distinct.items()}
+    totals = {key: sum(sizes) for key, sizes in slots.items()}
     largest = max(sum(slices[n].tokens for n in block) for block in blocks_of(slices, block_tokens))
-    block, buffers = largest * max(_per_token(*call, "key", "value") for call in calls), 2
+    block, buffers = largest * max(_per_token(*call, "key", "value") for call in distinct.values()), 2
     gradients = outside = states = 0
     if stream_from_host in ("hidden", "model"):
         block, buffers, gradients = block + gradient_bytes * largest, 3, gradient_bytes * slices[-1].stop
-        states = STATES * max(_per_token(*call, "input") for call in calls) * slices[-1].stop
+        states = STATES * max(_per_token(*call, "input") for call in distinct.values()) * slices[-1].stop
     if stream_from_host == "model":
         output = [item for item in calls[-1][0] if item.kind == "input"]
         gradients, states = gradients * len(calls), 0
         outside = sum(slice_slot_bytes([*output, *shared], calls[-1][1], slices))
     memory = PlanMemory(
         slot=max(max(sizes) for sizes in slots.values()),
-        host=sum(sum(slots[id(saved)]) for saved, _ in calls) + outside + gradients + states,
+        host=sum(totals[id(saved)] for saved, _ in calls) + outside + gradients + states,
         gradients=gradients,
         states=states,
         staging=buffers * aligned(block),
