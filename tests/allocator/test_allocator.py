@@ -30,6 +30,7 @@ def serve(allocator, *phases, arena_bytes=16 * MIB, min_bytes=KIB):
     allocator.serve([(column[:, 0], column[:, 1]) for column in columns], arena_bytes, min_bytes)
 
 
+@pytest.mark.slow
 def test_planned_blocks_lie_at_their_offsets(allocator):
     serve(allocator, [(4, 0), (8, 4), (4, 100)])
     allocator.phase(0)

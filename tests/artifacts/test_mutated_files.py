@@ -172,6 +172,7 @@ def other_value(value: Any, chance: random.Random) -> Any:
     return chance.choice((None, 1, 0.5, "", [], {}, True))
 
 
+@pytest.mark.slow
 def test_plans_whose_fields_contradict_each_other() -> None:
     """A plan is refused in one line when it is made, or all that depends on several fields can be computed."""
     chance, read = random.Random(4), 0

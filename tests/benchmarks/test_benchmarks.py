@@ -68,6 +68,7 @@ def test_the_report_says_what_was_measured_and_on_what(report):
     assert report["date"]
 
 
+@pytest.mark.slow
 def test_every_method_has_all_samples(report):
     assert [row["method"]["name"] for row in report["results"]] == list(METHODS)
     for row in report["results"]:

@@ -91,6 +91,7 @@ def assert_complete(folder, *tunings):
     assert not list(folder.glob("**/.*")), "an unfinished file is left"
 
 
+@pytest.mark.slow
 @slow_tuning
 def test_methods_at_a_length_come_one_after_the_other(finished):
     _, said = finished
@@ -214,6 +215,7 @@ def test_alst_trains_like_the_plain_model_and_leaves_nothing(monkeypatch, method
     assert len(Tiles.counts) == 5
 
 
+@pytest.mark.slow
 def test_the_profiled_step_is_not_timed():
     """A shorter sequence, which creates the optimizer's state, gives a plan that does not cover the cell's."""
     cell, process = load("cells.cell"), load("cells.process")

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import transformers
 from support.benchmark_modules import ROOT, load
-from support.markers.slow import slow_if
 
 pytestmark = pytest.mark.usefixtures("own_modules")
 
@@ -70,6 +69,7 @@ def test_all_types_have_results(report: dict[str, Any]) -> None:
             assert "not_built" in entry or list(entry["levels"]) == list(load("model_types.levels").LEVELS)
 
 
+@pytest.mark.slow
 def test_tiny_models_have_every_layer_type() -> None:
     """The page says of a type what holds for its published models, whose layers the default configuration may lack."""
     from transformers.configuration_utils import ALLOWED_LAYER_TYPES
@@ -134,7 +134,7 @@ def test_the_table_has_a_row_for_each_type(report: dict[str, Any]) -> None:
             assert row[level].split(":")[0] == words.get(outcome["status"], outcome["status"])
 
 
-@slow_if(lambda kind, model_type, levels: (kind, model_type, levels) not in SPREAD[::12])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "model_type", "levels"), SPREAD, ids=lambda value: value if isinstance(value, str) else "+".join(value)
 )

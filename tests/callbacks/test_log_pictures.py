@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 
 import numpy as np
+import pytest
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
 from support.samples.callbacks import Watch
@@ -29,6 +30,7 @@ def images(folder: Path) -> dict[str, list[tuple[int, np.ndarray]]]:
     }
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_the_files_of_the_run(tmp_path: Path) -> None:
     loggers = [TensorBoardLogger(tmp_path, "board", ""), CSVLogger(tmp_path, "csv", "")]
     # Another alpha than elsewhere, because the plan of memory is cached for later runs.

@@ -92,6 +92,7 @@ def test_loggers_get_the_metrics_every_n_steps(tmp_path: Path) -> None:
     ]  # Lightning counts steps from 0
 
 
+@pytest.mark.slow
 def test_stalls_are_the_waits_of_the_schedule(tmp_path: Path) -> None:
     """Delayed copies make the computation wait; with a plan that copies nothing, it never waits."""
     noted, recorded = Noted(), ScheduleRecorder(step=2)
@@ -206,6 +207,7 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_a_page_that_needs_nothing_else(tmp_path: Path) -> None:
     train(tmp_path, Monitor(PEAK), WriteReport())
     text = (tmp_path / "report.html").read_text()
@@ -220,6 +222,7 @@ def test_a_run_ends_with_a_page_that_needs_nothing_else(tmp_path: Path) -> None:
     assert "default-src 'none'" in text
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_schedule_or_says_why_not(tmp_path: Path) -> None:
     def shown(folder: Path, strategy: MemoStrategy, steps: int) -> tuple[bool, str]:
         settings = {"max_steps": steps, "default_root_dir": str(folder)}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from lightning_memo.__main__ import COMMANDS
 
 
@@ -26,6 +28,7 @@ def test_an_unknown_command() -> None:
     assert done.stderr == f"lightning-memo: 'trian' is no command: give {', '.join(COMMANDS)}\n"
 
 
+@pytest.mark.slow
 def test_a_command_gets_its_arguments_and_gives_its_status() -> None:
     done = run("estimate", "--help")
     assert done.returncode == 0

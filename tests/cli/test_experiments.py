@@ -14,7 +14,6 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from support import commands
 from support.commands import composed
-from support.markers.slow import slow_if
 from support.paths import REFERENCE, ROOT
 from support.samples.documents import TEXTS
 from support.samples.models import SAVED
@@ -118,6 +117,7 @@ def losses(folder: Path) -> list[float]:
         return [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("documents")
 @pytest.mark.parametrize("more", [[], ["data.streaming=true", "data.val_documents=6"]], ids=["whole", "streamed"])
 def test_the_command_of_finetuning_runs(more: list[str], in_process: Any, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_the_command_of_finetuning_runs(more: list[str], in_process: Any, tmp_pa
     assert losses(tmp_path) == pytest.approx([5.58] * 2, abs=0.2)
 
 
-@slow_if(lambda cell: cell not in cells_of_the_paper()[:1])
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", cells_of_the_paper(), ids=name_of)
 def test_the_papers_experiments_run(cell: dict[str, str], tmp_path: Path) -> None:
     """Runs small versions in a process of their own, because ZeRO creates a process group."""

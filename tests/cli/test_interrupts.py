@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback
 from support.commands import MODULE, TINY_RUN, environment, python, run
-from support.markers.slow import slow_if
 from support.paths import ROOT, TESTS
 from typing_extensions import override
 
@@ -53,7 +52,7 @@ def losses(runs: Path) -> list[tuple[str, str]]:
     return found
 
 
-@slow_if(lambda ignored: ignored == "false")
+@pytest.mark.slow
 @pytest.mark.parametrize("ignored", ["true", "false"])
 def test_an_interrupt_in_a_step(train: Any, tmp_path: Path, ignored: str) -> None:
     where = ["+callbacks.interrupt._target_=test_interrupts.Interrupt", f"+callbacks.interrupt.ignored={ignored}"]

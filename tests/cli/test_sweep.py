@@ -13,7 +13,6 @@ from PIL import Image
 from rich.console import Console
 from support.commands import MODULE, SWEEP, TINY_RUN, WITHOUT_REPORT, environment, python
 from support.commands import run as run_command
-from support.markers.slow import slow_if
 
 from lightning_memo.cli.run_folder import RunSummary, differing_settings
 from lightning_memo.cli.sweep import draw_sweep, load_runs, sweep_results_table
@@ -106,6 +105,7 @@ def test_a_picture_has_a_line_for_each_strategy_over_the_lengths(tmp_path, monke
     assert not bars.lines and len(bars.patches) == 3
 
 
+@pytest.mark.slow
 def test_sweep_reports_all_jobs_and_failures(train, tmp_path):
     status, out, err = train("-m", "strategy=plain", "data.seq_len=16,90000,32")
     assert status == 1, err
@@ -179,7 +179,7 @@ def root_of_whole(tmp_path_factory):
     return tmp_path_factory.mktemp("whole")
 
 
-@slow_if(lambda number: number is not signal.SIGKILL)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_interrupted_sweep_goes_on(train, tmp_path, root_of_whole, number):
     settings = ["strategy=plain", "optim.lr=0.001,0.002,0.003", *SHORT]
@@ -216,6 +216,7 @@ def test_interrupted_sweep_goes_on(train, tmp_path, root_of_whole, number):
     assert (tmp_path / SWEEP / "sweep.png").is_file()
 
 
+@pytest.mark.slow
 def test_new_values_are_new_jobs_and_failed_ones_are_tried_again(train, tmp_path):
     text = tmp_path / "text"
     sweep = ["-m", "strategy=plain", f"data.path={text}", "sweep=mine"]

@@ -37,6 +37,7 @@ def metrics(run, name):
         return {int(row["step"]): float(row[name]) for row in csv.DictReader(file) if row.get(name)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_experiments(train, tmp_path, experiment):
     status, out, err = train(f"experiment={experiment}", "strategy.device_memory=null")
@@ -49,7 +50,7 @@ def test_commands_of_the_documentation_are_found():
     assert len(COMMANDS) >= 8
 
 
-@slow_if(lambda arguments: arguments not in COMMANDS[::3])
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", COMMANDS)
 def test_commands_of_the_documentation(train, tmp_path, arguments):
     for name in ("a.md", "b.md", "c.md"):
@@ -83,6 +84,7 @@ def test_summary_and_files_of_a_run(train, tmp_path):
     assert not list(tmp_path.glob("**/.*.json"))
 
 
+@pytest.mark.slow
 def test_comparison_table(train):
     status, out, err = train("strategy=full_recompute", "compare=true")
     assert status == 0, err
@@ -102,6 +104,7 @@ def test_sigterm_in_the_comparison_is_no_success(train, monkeypatch):
     assert train("strategy=plain", "compare=true")[0] == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_learning_beats_the_unigram_entropy(train, tmp_path):
     for name in "abc":
         (tmp_path / f"{name}.py").write_text("for line in text:\n    print(line)\n" * 100)
@@ -111,6 +114,7 @@ def test_learning_beats_the_unigram_entropy(train, tmp_path):
     assert result["val_loss"] < 0.8 * result["unigram_entropy"]
 
 
+@pytest.mark.slow
 def test_resuming_the_newest_run(train, tmp_path):
     settings = ["strategy=plain", "callbacks.checkpoint.every_n_train_steps=2", "callbacks.checkpoint.save_top_k=-1"]
     assert train(*settings, "trainer.max_steps=6", "name=whole")[0] == 0

@@ -25,7 +25,6 @@ from support.commands import (
     run,
     torchrun,
 )
-from support.markers.slow import slow_if
 from support.pickles import Touches
 from torch.distributed import TCPStore
 
@@ -161,13 +160,14 @@ def test_all_parallel_experiments_are_on_the_page():
 ONE_HEAD = ["model.config.num_attention_heads=1", "model.config.num_key_value_heads=1"]
 
 
+@pytest.mark.slow
 def test_a_mistake_of_all_is_told_once(tmp_path):
     ended, _, err = run(lightning("strategy.tensor_parallel_size=2", *ONE_HEAD), tmp_path)
     assert ended == 2
     assert "tensor_parallel_size=2 does not divide num_attention_heads=1" in only(errors(err))
 
 
-@slow_if(lambda case_id: case_id == "lightning-2")
+@pytest.mark.slow
 @pytest.mark.parametrize(("start", "status"), [(torchrun, 1), (lightning, 2)])
 def test_a_process_that_fails_alone_ends_the_others(tmp_path, start, status):
     (tmp_path / "text0").mkdir()
@@ -196,6 +196,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_lost_another_says_so_in_one_line(tmp_path):
     """They are started without torchrun, which would end the second one at once."""
     (tmp_path / "dies.py").write_text(DIES)
@@ -274,6 +275,7 @@ except ValueError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", ["result", "error", "pickle", "not a document"])
 def test_a_result_in_the_store_of_the_rendezvous_runs_no_code(tmp_path, sent):
     """Whoever reaches the port can write to the store."""

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from support.markers.slow import slow_if
 from support.processes import run_in_processes
 from support.samples.documents import SEQ_LEN, TEXTS, module, write_jsonl, write_parquet, write_text
 from support.samples.models import run as run_recorded
@@ -115,7 +114,7 @@ def test_groups_share_the_documents(count: int, jsonl: Path) -> None:
     assert all(max(share.values()) == 1 for share in shares)
 
 
-@slow_if(lambda write: write is write_parquet)
+@pytest.mark.slow
 @pytest.mark.parametrize("write", [write_text, write_parquet, write_jsonl])
 def test_rows_go_on_at_every_place(write: Callable[[Path], None], tmp_path: Path) -> None:
     folder = tmp_path / "documents"
@@ -147,7 +146,7 @@ def test_reading_files_needs_no_network(jsonl: Path, monkeypatch: pytest.MonkeyP
 # ---- training
 
 
-@slow_if(lambda num_workers, changes: not num_workers or "limit_train_batches" not in changes)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize(
     "changes", [{}, {"accumulate_grad_batches": 2}, {"limit_train_batches": 5}], ids=["plain", "accumulation", "short"]
@@ -166,6 +165,7 @@ def steps_of_group(path: Path, folder: Path, ckpt_path: Path | None) -> list[Any
     return run_recorded(folder, module(path, **STREAM), ckpt_path, strategy=strategy, devices=2)
 
 
+@pytest.mark.slow
 def test_groups_go_on_each_with_its_own(jsonl: Path, tmp_path: Path) -> None:
     whole = run_in_processes(2, steps_of_group, jsonl, tmp_path / "whole", None)
     rest = run_in_processes(2, steps_of_group, jsonl, tmp_path / "rest", tmp_path / "whole" / "step=8.ckpt")

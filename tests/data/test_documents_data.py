@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.trainer.connectors import data_connector
 from support.families import FAMILIES, VOCABULARY
-from support.markers.slow import slow_if
 from support.processes import run_in_processes
 from support.samples.documents import SEQ_LEN, TEXTS, module, write_jsonl, write_parquet, write_text
 from support.samples.models import MODEL, Record
@@ -125,7 +124,7 @@ def losses_of(path: Path, packing: bool, cache: Path, **strategy: Any) -> list[f
     return [loss for *_, loss, _ in record.batches]
 
 
-@slow_if(lambda packing: not packing)
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [True, False])
 def test_the_strategy_trains_documents_as_lightning_does(packing: bool, jsonl: Path, cache: Path) -> None:
     expected = losses_of(jsonl, packing, cache)

@@ -48,6 +48,7 @@ def message_of(read: Callable[[Path], None], path: Path) -> str | None:
     return line
 
 
+@pytest.mark.slow
 @READS
 def test_mutated_documents(read: Callable[[Path], None], tmp_path: Path) -> None:
     read_files = refused = 0

@@ -62,6 +62,7 @@ def test_callbacks(make: Callable[[], Callback], settings: dict[str, Any]) -> No
     assert_same(result, plain(callbacks=[make()], **settings))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profiler", ["simple", "advanced", "pytorch"])
 def test_profilers(profiler: str) -> None:
     """Lightning's profilers run during the planning of the first step, and have priority in PyTorch's profiler."""

@@ -357,6 +357,7 @@ def _train_with_other_clocks(seconds: list[dict[str, float]]) -> tuple[str, list
     return plan.swap.attention, [trial.seconds for trial in plan.attention_trials]
 
 
+@pytest.mark.slow
 def test_processes_take_one_kernel():
     seconds = [{"sdpa": 2.0, "cudnn": 1.0}, {"sdpa": 2.5, "cudnn": 9.0}]
     assert run_in_processes(2, _train_with_other_clocks, seconds) == [("sdpa", [2.5, 9.0])] * 2

@@ -13,7 +13,6 @@ import torch
 from support.devices import DEVICE
 from support.families import FAMILIES, make_batch
 from support.harness import EngineUnderTest, Step, gradients_of
-from support.markers.slow import slow_if
 from torch import Tensor, nn
 
 TOKENS = 61
@@ -84,7 +83,7 @@ def written(batch: dict[str, Tensor], write: Callable[[Tensor], object]) -> Run:
     return run
 
 
-@slow_if(lambda plan, name: plan == "attention" or name == "documents")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUFFERS)
 @pytest.mark.parametrize("plan", PLANS)
 def test_buffers_that_are_used_again_before_the_backward(plan: str, name: str) -> None:
@@ -93,6 +92,7 @@ def test_buffers_that_are_used_again_before_the_backward(plan: str, name: str) -
     assert_trains_as_plain(build(), plan, *(written(BUFFERS[name], write) for write in writes))
 
 
+@pytest.mark.slow
 def test_ids_that_change_between_embeddings_and_layers() -> None:
     def run(model: nn.Module) -> tuple[Tensor, None]:
         batch = inputs_of()
@@ -157,6 +157,7 @@ def in_a_hook(embeds: Tensor, trained: Tensor) -> Tensor:
     return embeds.mul_(trained[:, :1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True])
 def test_writes_into_embeddings(frozen: bool) -> None:
     def written_by(write: Callable[[Tensor, Tensor], Tensor]) -> Run:
@@ -174,6 +175,7 @@ def test_writes_into_embeddings(frozen: bool) -> None:
     assert_trains_as_plain(build(frozen), "all", *map(written_by, (prompt, scaled, images, joined, in_a_hook)))
 
 
+@pytest.mark.slow
 def test_writes_into_hidden_states_between_layers() -> None:
     def double(module: nn.Module, args: Any, hidden: Tensor) -> None:
         hidden[:, :5].mul_(2)

@@ -123,7 +123,7 @@ def test_slots(name: str, form: Form) -> None:
                 under_test.assert_empty()
 
 
-@slow_if(lambda stream_from_host, form: (stream_from_host, form) != ("hidden", adaptive_weight))
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("stream_from_host", ["attention", "hidden"])
 def test_slices_on_the_host(stream_from_host: str, form: Form) -> None:
@@ -137,7 +137,7 @@ def test_slices_on_the_host(stream_from_host: str, form: Form) -> None:
             under_test.assert_empty()
 
 
-@slow_if(lambda nested, form: (nested, form) != (False, adaptive_weight))
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("nested", [False, True])
 def test_storage_by_kinds(nested: bool, form: Form) -> None:

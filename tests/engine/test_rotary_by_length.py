@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from support.families import make_batch
 from support.harness import EngineUnderTest, assert_close, loss_and_gradients
-from support.markers.slow import slow_if
 from support.parallel_training import MODELS, Run, Texts, train_alone, train_together
 from support.processes import run_in_processes
 from support.samples.configurations import BOUND, CONFIGURATIONS
@@ -27,7 +26,7 @@ LENGTHS = (45, 30, 17, 27, 50)
 LAYERS = 3  # of which one is swapped; the third one of Gemma 3 has no window
 
 
-@slow_if(lambda case_id: case_id != "llama_dynamic_rope-cp2 ring-settings0")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "configuration", "settings"),
     [
@@ -47,7 +46,7 @@ def test_trains_as_one_process(family: str, configuration: str, settings: dict[s
     assert all(error <= BOUND for error in errors.values()), errors
 
 
-@slow_if(lambda family: family == "phi3_longrope")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama_dynamic_rope", "phi3_longrope"])
 def test_packed_documents_go_by_the_longest_of_the_batch(family: str) -> None:
     run = Run(family=family, lengths=(45, 60, 33), packed=True, steps=3, layers=LAYERS)  # documents of 19 to 40 tokens
@@ -79,7 +78,7 @@ def losses_of_fit(family: str, strategy: dict[str, Any] | None) -> list[float]:
     return module.losses
 
 
-@slow_if(lambda family: family == "phi3_longrope")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
@@ -95,7 +94,7 @@ def test_evaluation_leaves_the_tables_that_it_would_leave_in_one_process(family:
     assert len(plain) == 2 + 5 * 6  # two at the start, and five after each step
 
 
-@slow_if(lambda family, stream_from_host: (family, stream_from_host) != ("llama_dynamic_rope", "hidden"))
+@pytest.mark.slow
 @pytest.mark.parametrize("stream_from_host", ["hidden", "model"])
 @pytest.mark.parametrize("family", ["llama_dynamic_rope", "phi3_longrope"])
 def test_slices_go_by_the_whole_batch(family: str, stream_from_host: StreamFromHost) -> None:

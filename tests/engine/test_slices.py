@@ -206,7 +206,7 @@ def test_mixed_actions(mixed: tuple[EngineUnderTest, Trained], family: str, mix:
     assert memory is not None and max(predicted) == memory.slot_bytes
 
 
-@slow_if(lambda family: family == "mixtral")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2_dropout"])
 def test_slot_bytes_of_other_lengths_follow_from_one_profile(family: str) -> None:
     """A plan for 61 tokens covers shorter batches, whose slices have other lengths."""

@@ -306,7 +306,7 @@ def test_modules_with_names_of_kinds_are_products() -> None:
 # ---- copy races
 
 
-@slow_if(lambda name: name != "llama")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_delays_and_poison_change_nothing(name: str) -> None:
     model, batch = build(name), make_batch(2, TOKENS)

@@ -59,7 +59,7 @@ WAYS = [
 ]  # the last of 11 has one token
 
 
-@slow_if(lambda slices, family: slices != 4 or family != "mistral_window")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "slices", "stream_from_host", "block_tokens"),
     [
@@ -135,6 +135,7 @@ def test_a_batch_without_labels_slice_by_slice() -> None:
     assert actual.loss.isnan() and actual.norm() == 0
 
 
+@pytest.mark.slow
 def test_frozen_layers_slice_by_slice() -> None:
     model, batch = frozen_below(build("llama_gqa")), make_batch(2, 61)
     plain = loss_and_gradients(model, batch)
@@ -144,7 +145,7 @@ def test_frozen_layers_slice_by_slice() -> None:
         assert_as_good(model, batch, under_test.step(batch), plain)
 
 
-@slow_if(lambda stream_from_host: stream_from_host != "model")
+@pytest.mark.slow
 @pytest.mark.parametrize("stream_from_host", ["hidden", "model"])
 def test_what_an_interrupted_step_holds_goes_back(
     stream_from_host: StreamFromHost, monkeypatch: pytest.MonkeyPatch
@@ -527,6 +528,7 @@ def test_trains_as_plain(stream_from_host: StreamFromHost, monkeypatch: pytest.M
     assert other.plan.swap.storage.slice_tokens == 5
 
 
+@pytest.mark.slow
 def test_trains_slice_by_slice_as_plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     shorten_measurements(monkeypatch)

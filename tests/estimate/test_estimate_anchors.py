@@ -42,6 +42,7 @@ def test_each_constant_of_hopper_has_an_origin(cluster: str) -> None:
     assert set(origins) == numbers - unused and len(origins) == len(set(origins))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cluster", "words"),
     [("h200", "published kernel rates of Hopper"), ("a100_80", "speeds of kernels, ring and copies as on the A800")],

@@ -131,6 +131,7 @@ def settings(folder: Path, **changes: Any) -> list[str]:
     return [f"{name}={value}" for name, value in ({"output": folder / "constants.json"} | changes).items()]
 
 
+@pytest.mark.slow
 def test_plans_and_benchmarks_of_a_folder_make_constants_that_the_estimate_uses(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     runs.mkdir()
@@ -185,6 +186,7 @@ def test_mistakes_are_one_line(tmp_path: Path, in_process: Any, changes: dict[st
     assert not (tmp_path / "constants.json").exists()
 
 
+@pytest.mark.slow
 def test_a_short_run_here_is_measured_and_only_progress_and_the_table_are_seen(tmp_path: Path) -> None:
     small = (
         "model=llama_tiny", "model.config.hidden_size=64", "model.config.intermediate_size=172",

@@ -46,6 +46,7 @@ def answer_of(result):
 # ---- as a command
 
 
+@pytest.mark.slow
 def test_the_command_needs_neither_torch_nor_lightning(tmp_path):
     command = ["python", "-m", "lightning_memo.estimate", "seq_len=64K", "output=json"]
     status, out, err = run_process(command, tmp_path, cold=True, PYTHONPROFILEIMPORTTIME="1")
@@ -108,6 +109,7 @@ def test_forced_values_are_kept(run):
     assert answer["tokens_per_gpu_per_second"] == pytest.approx(4 * 262144 / answer["step_seconds"] / 8)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_an_answer(run):
     answer = answer_of(run("model=gpt_7b", "cluster=a800", "seq_len=8M", "method=full_recompute", "output=json"))
     assert answer["status"] == "oom"
@@ -122,6 +124,7 @@ def test_what_does_not_fit_is_an_answer(run):
     assert "TiB of the 1.5 TiB usable on each node" in shown[1]
 
 
+@pytest.mark.slow
 def test_slices_are_asked_for_and_offered(run):
     asked = ["model=llama3_2_1b", "gpus=1", "batch_size=1", "seq_len=1M", "precision=bf16-true", "output=json"]
     whole = answer_of(run(*asked))
@@ -168,6 +171,7 @@ def test_the_table_tells_all(run):
 # ---- sweeps
 
 
+@pytest.mark.slow
 def test_a_sweep_writes_a_table_and_pictures(run):
     lengths = "seq_len=64K,256K,2M"
     status, out, err = run("-m", lengths, "method=memo,plain", "model=gpt_7b", "cluster=a800")
@@ -194,6 +198,7 @@ def test_a_sweep_writes_a_table_and_pictures(run):
     assert "oom" in out and "Estimates" in out
 
 
+@pytest.mark.slow
 def test_a_sweep_over_gpus_draws_the_longest_lengths(run):
     status, _, err = run("-m", "gpus=4,8", "seq_len=max", "multiple_of=64K", "batch_size=8")
     assert (status, err) == (0, "")
@@ -226,6 +231,7 @@ def colors(figure, kind):
     }
 
 
+@pytest.mark.slow
 def test_kinds_of_bytes_and_methods_have_their_colors_in_every_picture(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(pictures, "_save", lambda figure, path: figures.append(figure) or path)
@@ -261,6 +267,7 @@ def test_ticks_are_apart(values, ticks):
     assert pictures.ticks_of(values) == ticks
 
 
+@pytest.mark.slow
 def test_a_mistake_in_a_sweep_is_a_line_of_its_report(run):
     status, out, err = run("-m", "seq_len=64K", "gpus=8,12", "output=json")
     assert status == 1

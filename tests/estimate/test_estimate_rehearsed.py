@@ -27,6 +27,7 @@ def found(agreement: Any) -> list[Any]:
     return agreement.comparisons()
 
 
+@pytest.mark.slow
 def test_the_default_and_checkpointing_agree(found: list[Any]) -> None:
     shown = [c for c in found if c.cell.method in ("memo_auto_unplanned", "checkpointing")]
     fitting = [c for c in shown if c.fits]
@@ -64,6 +65,7 @@ def test_what_fits_is_told(found: list[Any]) -> None:
     assert not wrong
 
 
+@pytest.mark.slow
 def test_the_table_of_the_page_is_up_to_date(
     agreement: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -127,6 +127,7 @@ def test_what_would_do_does(changes, forced):
     assert candidate_parallelisms(ask(**changes), forced)
 
 
+@pytest.mark.slow
 def test_parallelisms_that_the_length_rules_out_are_told():
     prime = search(ask(seq_len=100_003), {"pp": 1})
     assert sizes(prime.best) == (1, 1, 8, 1) and not prime.alternatives
@@ -144,6 +145,7 @@ def test_parallelisms_that_the_length_rules_out_are_told():
 # ---- ranking
 
 
+@pytest.mark.slow
 def test_the_best_is_the_fastest_of_those_that_fit():
     request = ask()
     ranking = search(request, {"pp": 1})
@@ -252,6 +254,7 @@ def test_lengths_are_multiples_of_what_divides_them():
     assert tokens % 3000 == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["memo", "full_recompute", "full_swap"])
 def test_the_longest_is_that_of_the_best_parallelism(method):
     request = ask(method=method)
@@ -262,6 +265,7 @@ def test_the_longest_is_that_of_the_best_parallelism(method):
     assert search(replace(request, seq_len=tokens + 64 * K), {"pp": 1}).best.status != "ok"
 
 
+@pytest.mark.slow
 def test_more_gpus_allow_longer_sequences():
     lengths = [longest(ask(gpus=gpus), {"pp": 1}, 16 * K) for gpus in (4, 8, 16)]
     assert lengths == sorted(set(lengths))
@@ -278,6 +282,7 @@ def test_progress_is_told():
     assert {total for _, total in told} == {len(told)}
 
 
+@pytest.mark.slow
 def test_a_search_of_64_gpus_takes_seconds():
     request = ask(model="llama3_70b", gpus=64)
     start = time.process_time()

@@ -195,6 +195,7 @@ def test_less_stays_on_the_device_the_more_is_on_the_host() -> None:
     assert answers[1].host_bytes < answers[2].host_bytes
 
 
+@pytest.mark.slow
 def test_longer_sequences_fit_in_slices() -> None:
     lengths = [longest(ask(K, slices=s), multiple_of=128 * K) for s in (None, Slices(tokens=32 * K))]
     assert lengths[0] and lengths[1] and lengths[1] > 2 * lengths[0]
@@ -211,6 +212,7 @@ def test_slices_are_offered_where_swapping_is_not_enough() -> None:
     assert search(replace(request, slices=larger)).best.status != "ok"
 
 
+@pytest.mark.slow
 def test_nothing_is_offered_where_slices_do_not_help() -> None:
     assert (
         suggest_slices(ask(K * K, model="llama3_8b", precision="bf16-mixed"), {}) is None

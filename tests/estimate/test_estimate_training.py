@@ -204,6 +204,7 @@ def test_what_is_planned_for_predicted_bytes_is_what_training_planned(plans: dic
     assert (trained.swap.plain) == (tokens < DEMO_TOKENS)  # the demo's budget is too small for the demo's length
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 0.03), ("bf16-true", 0.03), ("bf16-mixed", 0.06)])
 def test_an_estimate_takes_what_training_measures(tmp_path: Path, precision: Precision, tolerance: float) -> None:
     """Under autocast, a CPU also copies operands of another type: up to 6 % of the forward. A GPU does not."""
@@ -223,7 +224,7 @@ def test_an_estimate_takes_what_training_measures(tmp_path: Path, precision: Pre
         assert total == pytest.approx(trained.device_bytes, rel=0.03)
 
 
-@slow_if(lambda modules, precision: precision != "bf16-mixed" or modules == "all-linear")
+@pytest.mark.slow
 @pytest.mark.parametrize("modules", ["all-linear", ["q_proj", "v_proj"]], ids=["all", "two"])
 @pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 0.03), ("bf16-true", 0.03), ("bf16-mixed", 0.06)])
 def test_an_estimate_with_adapters_takes_what_training_measures(

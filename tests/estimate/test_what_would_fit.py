@@ -42,6 +42,7 @@ def changes(limits: list[str]) -> list[str]:
     return [found[1] for sentence in limits if (found := FITS.match(sentence))]
 
 
+@pytest.mark.slow
 def test_a_model_whose_state_is_too_large(limits: Callable[[str], list[str]]) -> None:
     told = limits("model=qwen3_8b gpus=1 batch_size=1 seq_len=512K")
     assert told[1].startswith(
@@ -60,6 +61,7 @@ def test_activations_that_are_too_large(limits: Callable[[str], list[str]]) -> N
     assert changes(told)[0].startswith("slice_tokens=")
 
 
+@pytest.mark.slow
 def test_a_host_that_is_too_small(limits: Callable[[str], list[str]]) -> None:
     told = limits(
         "model=llama3_2_1b gpus=1 batch_size=1 seq_len=1M precision=bf16-true slice_tokens=32K stream_from_host=hidden "
@@ -74,6 +76,7 @@ def test_a_host_that_is_too_small(limits: Callable[[str], list[str]]) -> None:
     assert changes(told)[0] == "alpha=null"
 
 
+@pytest.mark.slow
 def test_sizes_that_were_given_are_changed_first(limits: Callable[[str], list[str]]) -> None:
     told = limits("model=llama3_8b gpus=8 seq_len=64K parallel.tp=1 parallel.cp=1 parallel.zero_stage=0")
     assert changes(told)[0].startswith("parallel.")

@@ -113,7 +113,7 @@ def test_trainer(
     assert memo.plan.swap.alpha == settings.get("alpha", 1.0)
 
 
-@slow_if(lambda settings: "test_mode" in settings)
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"alpha": 0.5}, {"test_mode": BY_KIND, "device_memory": "1.5MiB"}], ids=str)
 def test_a_run_resumes_within_an_epoch(settings: dict[str, Any], tmp_path: Path) -> None:
     class Stop(TrainerCallback):
@@ -169,7 +169,7 @@ def preferring(memo: MemoCallback | None, adapter: LoraConfig | None) -> Trainer
     )  # fmt: skip
 
 
-@slow_if(lambda make, lora: make is supervised or not lora)
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("make", [supervised, preferring])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -193,6 +193,7 @@ class Stop(TrainerCallback):
             raise KeyError("stop")
 
 
+@pytest.mark.slow
 def test_another_training_after_an_exception() -> None:
     trainer = of_rows(memo := MemoCallback(alpha=0.5))
     trainer.add_callback(Stop())
@@ -225,6 +226,7 @@ class FailsWhenServed(TrainerCallback):
         self.armed = memory.stats is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
 def test_the_memory_of_a_training_after_a_failed_one_is_planned(fails_in: str) -> None:
     """By another callback; nobody closes the first one, nor leaves its step."""

@@ -258,6 +258,7 @@ def with_chosen_kernels(run: Run) -> None:
         run.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{"alpha": 0.5}, {"slice_tokens": 16, "stream_from_host": "hidden"}], ids=["half", "slices"]
 )
@@ -274,13 +275,14 @@ def test_loops(loop: Loop) -> None:
     check(loop, alpha=0.5, **LATE)
 
 
-@slow_if(lambda loop: loop is evaluating)
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", [accumulating, with_other_lengths, evaluating], ids=lambda loop: loop.__name__)
 def test_loops_by_kind_of_tensor(loop: Loop) -> None:
     memo = check(loop, test_mode=BY_KIND, device_memory="1MiB").memo
     assert memo is not None and memo.plan is not None and not memo.plan.swap.storage.has_one_alpha
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", [{"alpha": 0.5}, {"slice_tokens": 16, "stream_from_host": "hidden"}], ids=["half", "slices"]
 )
@@ -328,6 +330,7 @@ def test_fabric(precision: str) -> None:
     assert memo.losses == pytest.approx(plain.losses, rel=2**-7)
 
 
+@pytest.mark.slow
 def test_accelerate() -> None:
     def train(memo: bool) -> Run:
         accelerator, run = Accelerator(cpu=DEVICE.type == "cpu", gradient_accumulation_steps=2), Run()
@@ -370,7 +373,7 @@ def of_rank(kind: str, memo: bool) -> tuple[list[float], list[Tensor]]:
     return losses, [t.cpu() for t in weights]
 
 
-@slow_if(lambda kind: kind == "fsdp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp2 root"])
 def test_two_processes(kind: str) -> None:
     plain, memo = (run_in_processes(2, of_rank, kind, memo) for memo in (False, True))
@@ -443,6 +446,7 @@ def test_a_forward_without_memory_is_run_again() -> None:
         compare(with_memo(loop, alpha=0.5), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2_dropout"])
 def test_step_runs_a_backward_without_memory_again(family: str) -> None:
     plain = Run(family)
@@ -617,6 +621,7 @@ class OuterMode(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.1, 0.2, 0.4, 0.6, 0.9])
 def test_an_interrupt_between_two_instructions_leaves_no_contexts(share: float) -> None:
     """An interrupt behind the entry into a mode or hooks, and before the block that leaves them."""
@@ -651,6 +656,7 @@ def test_an_interrupt_between_two_instructions_leaves_no_contexts(share: float) 
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
+@pytest.mark.slow
 def test_a_loop_inside_of_another_one_plans_its_memory() -> None:
     """The outer one plans again afterwards."""
     outer, inner = Run(), Run()

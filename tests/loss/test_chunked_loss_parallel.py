@@ -76,7 +76,7 @@ def own_loss(**sizes: Any) -> nn.Module:
     return OwnLoss(FAMILIES["llama_gqa"].build(**sizes))
 
 
-@slow_if(lambda size, family, settings: (size, family, settings) not in QUICK)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "family", "settings"),
     [

@@ -115,6 +115,7 @@ class Waits(Callback):
             time.sleep(0.002)
 
 
+@pytest.mark.slow
 def test_recorded_trace_has_no_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every memory request of a step is smaller than the logits of the batch."""
     shorten_measurements(monkeypatch)

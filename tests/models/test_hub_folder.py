@@ -11,7 +11,6 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from support.commands import run as run_process
-from support.markers.slow import slow_if
 
 from lightning_memo.data.tokenizer import load_tokenizer
 from lightning_memo.estimate.cluster import model_of
@@ -102,7 +101,7 @@ def test_without_a_network_the_message_has_the_command(
     assert "run `hf download other/model --local-dir model`" in str(raised.value)
 
 
-@slow_if(lambda command: command == "estimate")
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["estimate", "train"])
 def test_commands_end_with_the_line(tmp_path: Path, command: str) -> None:
     arguments = ["python", "-m", f"lightning_memo.{command}", "model.path=some-org/some-model"]

@@ -24,7 +24,6 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch.utilities.consolidate_checkpoint import _load_distributed_checkpoint
 from support.disks import mounted
 from support.draws import REPEATABLE, draws
-from support.markers.slow import slow_if
 from support.mutations import damage_folder
 from support.pickles import Touches
 from support.processes import Group, ProcessError, run_in_processes
@@ -177,7 +176,7 @@ def saved_by(tmp_path_factory):
     return saved
 
 
-@slow_if(lambda source: source != "zero0-dp2-tp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("source", TOPOLOGIES)
 def test_every_topology_loads_what_any_saved(saved_by, source):
     path, saved = saved_by(source)
@@ -199,7 +198,7 @@ def test_state_survives_a_tour_of_topologies(saved_by, tmp_path):
     assert_same(run("one", load, path)[0], saved)
 
 
-@slow_if(lambda target, changes: target != "zero3-dp4" or not changes.keys() & {"tied", "trained"})
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [{"dtype": torch.bfloat16}, {"tied": True}, {"frozen": True}, {"trained": 0}],
@@ -319,7 +318,7 @@ def killed(function, *args):
     return status != 0
 
 
-@slow_if(lambda kind: kind != "previous")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*a save was interrupted")
 @pytest.mark.parametrize("kind", ["none", "folder", "file", "link", "previous"])
 def test_kill_at_any_point_leaves_a_whole_checkpoint(tmp_path, kind):
@@ -360,7 +359,7 @@ def save_and_die(path, rank, at):
     save("zero2-dp2", path, rest={"epoch": "new"}, seed=4)
 
 
-@slow_if(lambda rank: rank == 1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "at"), [(0, 2), (1, 0)], ids=["first rank", "other rank"])
 def test_kill_of_one_rank_leaves_the_old_checkpoint(tmp_path, rank, at):
     saved = run("zero2-dp2", save, tmp_path / "last.ckpt", rest={"epoch": "old"})
@@ -410,6 +409,7 @@ def error_of_save(path, **changes):
         return type(error).__name__, str(error)
 
 
+@pytest.mark.slow
 def test_a_full_disk_keeps_the_old_checkpoint(tmp_path):
     with mounted(tmp_path / "disk", "1m") as disk:
         saved = run("zero2-dp2", save, disk / "last.ckpt")

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.families import FAMILIES
-from support.markers.slow import slow_if
 from support.parallel_training import LR, Run, Texts, train, train_alone
 from support.processes import run_in_processes
 from support.samples.configurations import BOUND, CONFIGURATIONS
@@ -64,7 +63,7 @@ def of_outputs(**sizes: Any) -> nn.Module:
     return Step(loss, **sizes)
 
 
-@slow_if(lambda configuration: configuration != "tp2+sp")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "configuration", ["cp2 ring", "cp2 ulysses", "dp2 zero0", "dp2 x cp2", "tp2", "tp2+sp", "cp2 x tp2+sp"]
 )
@@ -89,6 +88,7 @@ def looked_at(**sizes: Any) -> nn.Module:
     return Step(loss, **sizes)
 
 
+@pytest.mark.slow
 def test_a_process_that_runs_a_forward_more() -> None:
     run = Run(family=looked_at, tokens=48, steps=2, layers=2)
     settings = CONFIGURATIONS["dp2 zero0"][1]
@@ -97,7 +97,7 @@ def test_a_process_that_runs_a_forward_more() -> None:
         assert all(error <= BOUND for error in errors.values()), errors
 
 
-@slow_if(lambda configuration, stream_from_host: (configuration, stream_from_host) != ("tp2+sp", "hidden"))
+@pytest.mark.slow
 @pytest.mark.parametrize("stream_from_host", ["none", "hidden"])
 @pytest.mark.parametrize("configuration", ["tp2", "tp2+sp"])
 def test_functions_of_hidden_states_and_logits(configuration: str, stream_from_host: str) -> None:
@@ -136,7 +136,7 @@ def of_logits(**sizes: Any) -> nn.Module:
     return Step(loss, **sizes)
 
 
-@slow_if(lambda configuration, chunk: (configuration, chunk) != ("tp2+sp", "auto"))
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", ["auto", 5])
 @pytest.mark.parametrize("configuration", ["tp2", "tp2+sp"])
 def test_terms_from_logits(configuration: str, chunk: int | str) -> None:

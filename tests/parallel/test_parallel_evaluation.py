@@ -13,7 +13,6 @@ import transformers
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from support.families import VOCABULARY
-from support.markers.slow import slow_if
 from support.parallel_training import LR, Keep, Run, Texts
 from support.processes import run_in_processes
 from support.trainer_harness import LanguageModel, make_trainer
@@ -74,7 +73,7 @@ def _loss_of(module: LanguageModel) -> float:
     return sum(float(module.loss(batch)) for batch in _loader()) / len(_loader())
 
 
-@slow_if(lambda configuration: configuration != "tp2+sp")
+@pytest.mark.slow
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 def test_losses_of_all_stages(configuration: str) -> None:
     size, settings = CONFIGURATIONS[configuration]
@@ -140,7 +139,7 @@ def _first_losses(kind: type[LanguageModel], settings: dict[str, Any]) -> list[f
     return module.losses
 
 
-@slow_if(lambda configuration, kind: configuration == "dp2 zero3" or (configuration == "tp2+sp") != (kind is InParts))
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [ByName, InParts, TwoPasses])
 @pytest.mark.parametrize("configuration", ["cp2 ring", "tp2+sp", "dp2 zero3"])
 def test_steps_that_do_not_pass_the_batch_on(configuration: str, kind: type[LanguageModel]) -> None:
@@ -185,7 +184,7 @@ def _fit(module: LanguageModel, settings: dict[str, Any], **trainer: Any) -> Non
         make_trainer(strategy, devices=dist.get_world_size(), **({"max_epochs": 1} | trainer)).fit(module, _loader())
 
 
-@slow_if(lambda configuration: configuration != "dp2 zero3")
+@pytest.mark.slow
 @pytest.mark.parametrize("configuration", ["dp2 zero0", "dp2 zero1", "dp2 zero1 offload", "dp2 zero3", "cp2 ring"])
 def test_an_interrupted_accumulation_leaves_nothing(configuration: str) -> None:
     zero = {f"dp2 zero{stage}": (2, {"zero_stage": stage}) for stage in range(4)}
@@ -339,7 +338,7 @@ def _evaluate_more_in_the_second_process(settings: dict[str, Any]) -> list[str]:
     return errors
 
 
-@slow_if(lambda settings: settings == {})
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"expert_parallel_size": 2}], ids=str)
 def test_other_numbers_of_batches_are_refused(settings: dict[str, Any]) -> None:
     for validated, tested, *limited in run_in_processes(2, _evaluate_more_in_the_second_process, settings):

@@ -85,7 +85,7 @@ def test_a_trained_model_is_exported(topology: str, tmp_path: Path) -> None:
     assert all(torch.equal(exported[name.removeprefix("model.")], t.cpu()) for name, t in trained.items())
 
 
-@slow_if(lambda of, to: (of, to) not in QUICK)
+@pytest.mark.slow
 @pytest.mark.parametrize("to", TOPOLOGIES)
 @pytest.mark.parametrize("of", ["cp2 x tp2", "one", "dp2 zero3"])
 def test_goes_on_in_another_topology(uninterrupted: Any, of: str, to: str) -> None:

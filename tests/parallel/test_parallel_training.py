@@ -64,7 +64,7 @@ def test_equals_one_process_at_every_alpha(
         check(configuration, Run(family=family, tokens=45, accumulate=accumulate, steps=steps, clip=0.5), alpha=alpha)
 
 
-@slow_if(lambda configuration, run: (configuration, "packed" if run.packed else run.family) not in QUICK)
+@pytest.mark.slow
 @pytest.mark.parametrize("configuration", ["tp2+sp", "cp4 ring", "cp4 ulysses2 x ring2", "dp2 x cp2", "cp2 x tp2+sp"])
 @pytest.mark.parametrize(
     "run",
@@ -81,14 +81,14 @@ def test_other_attention_and_layers(configuration: str, run: Run) -> None:
 
 
 # Layers below the frozen ones run whole, while a batch is laid out for slices.
-@slow_if(lambda case_id: case_id not in ("llama_lora-dp2 zero3", "llama_tied-cp2 ring"))
+@pytest.mark.slow
 @pytest.mark.parametrize("configuration", ["cp2 ring", "dp2 zero3", "cp2 x tp2+sp", "tp2+sp"])
 @pytest.mark.parametrize("family", ["llama_tied", "llama_lora", "llama_frozen_below"])
 def test_tied_and_frozen_weights(configuration: str, family: str) -> None:
     check(configuration, Run(family=family, accumulate=2, steps=2, layers=3, clip=0.5), alpha=0.5)
 
 
-@slow_if(lambda configuration, family: (configuration, family) not in QUICK)
+@pytest.mark.slow
 @pytest.mark.parametrize("configuration", ["cp2 ring", "cp2 ulysses", "dp2 zero3"])
 @pytest.mark.parametrize("family", ["mixtral", "gpt_neox", "gemma"])
 def test_other_families(configuration: str, family: str) -> None:
@@ -104,7 +104,7 @@ def test_mixtures_of_experts_with_tensor_parallelism(configuration: str, family:
         check(configuration, Run(family=family, steps=2), parts=("loss", "norm", "gradients"), alpha=alpha)
 
 
-@slow_if(lambda configuration: configuration != "tp2+sp")
+@pytest.mark.slow
 @pytest.mark.parametrize(("configuration", "slice_tokens"), [("tp2+sp", 1), ("cp2 ring", 3), ("cp2 x tp2+sp", 3)])
 def test_many_slices(configuration: str, slice_tokens: int) -> None:
     tokens = 13 if slice_tokens == 1 else 27  # of two processes each
@@ -112,20 +112,20 @@ def test_many_slices(configuration: str, slice_tokens: int) -> None:
 
 
 # PyTorch's DTensor makes other operations of 257 tokens and more.
-@slow_if(lambda configuration: configuration == "cp2 x tp2+sp")
+@pytest.mark.slow
 @pytest.mark.parametrize(("configuration", "family"), [("tp2+sp", "llama_gqa"), ("cp2 x tp2+sp", "mixtral")])
 def test_long_sequences_with_sequence_parallelism(configuration: str, family: str) -> None:
     run = Run(family=family, tokens=1040, batch=1, steps=2)
     check(configuration, run, parts=("loss", "norm", "gradients"), alpha=0.5)
 
 
-@slow_if(lambda configuration: configuration == "cp3 ring")
+@pytest.mark.slow
 @pytest.mark.parametrize("configuration", ["cp3 ring", "cp4 ulysses2 x ring2"])
 def test_padded_rows(configuration: str) -> None:
     check(configuration, Run(family="llama_gqa", tokens=301, padded=True, steps=2), alpha=0.5)
 
 
-@slow_if(lambda configuration, stream_from_host: (configuration, stream_from_host) != ("cp2 ring", "attention"))
+@pytest.mark.slow
 @pytest.mark.parametrize("stream_from_host", ["none", "attention", "hidden"])
 @pytest.mark.parametrize("configuration", ["cp2 ring", "cp4 ring", "cp4 ulysses2 x ring2", "cp2 x tp2+sp"])
 def test_packed_documents_in_slices(configuration: str, stream_from_host: str) -> None:
@@ -133,7 +133,7 @@ def test_packed_documents_in_slices(configuration: str, stream_from_host: str) -
     check(configuration, run, alpha=0.5, slice_tokens=12, stream_from_host=stream_from_host)
 
 
-@slow_if(lambda configuration, family: (configuration, family) not in QUICK)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("configuration", "family", "stream_from_host", "slice_tokens"),
     [
@@ -159,7 +159,7 @@ def _storage_of(trainer: Any) -> dict[str, Any]:
     return {"storage": trainer.strategy.plan.swap.storage}
 
 
-@slow_if(lambda case_id: case_id != "cp4 ulysses2 x ring2-0.95MiB")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("configuration", "device_memory"),
     [
@@ -180,7 +180,7 @@ def test_a_place_for_each_kind_of_tensor(configuration: str, device_memory: str)
     assert all(errors[part] <= BOUND for part in PARTS), errors
 
 
-@slow_if(lambda case_id: case_id == "nested lists")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [layer_stacks.nested, layer_stacks.repeated, "llama_shared"],

@@ -100,6 +100,7 @@ def test_documents_that_would_see_each_other_end_all(packed: bool) -> None:
             assert error == ""
 
 
+@pytest.mark.slow
 def test_different_plans_end_all(tmp_path: Path) -> None:
     plan: Plan = run_in_processes(2, _train_with, [MEMO | {"alpha": 0.5}] * 2)[0][1]
     files = [tmp_path / "a.json", tmp_path / "b.json"]
@@ -113,6 +114,7 @@ def test_different_plans_end_all(tmp_path: Path) -> None:
         assert "different plans (rank 0: alpha=0.5, rank 1: alpha=0.25)" in error
 
 
+@pytest.mark.slow
 def test_a_plan_that_one_process_cannot_read_ends_all(tmp_path: Path) -> None:
     plan: Plan = run_in_processes(2, _train_with, [MEMO | {"alpha": 0.5}] * 2)[0][1]
     plan.save(tmp_path / "good.json")
@@ -184,7 +186,7 @@ def _report_a_death(settings: dict[str, Any]) -> Outcome:
     raise Report(f"error: {error} heard: {heard}")
 
 
-@slow_if(lambda settings: "tensor_parallel_size" in settings)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [{"zero_stage": 3}, {"context_parallel_size": 2}, {"tensor_parallel_size": 2}],
@@ -212,7 +214,7 @@ def _end_after_a_death(settings: dict[str, Any], dies: Callable[[], Callback], t
     os._exit(1)
 
 
-@slow_if(lambda processes, killed, call: processes == 3)
+@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "killed", "call"), [(4, 3, 1), (3, 0, 0), (3, 1, 3)])
 def test_all_others_notice_that_a_stage_of_a_pipeline_is_killed(
     processes: int, killed: int, call: int, tmp_path: Path
@@ -239,7 +241,7 @@ def _limits(family: str, settings: dict[str, Any]) -> tuple[timedelta, set[timed
     return limits.pop(dist.group.WORLD), set(limits.values())
 
 
-@slow_if(lambda family: family == "mixtral_balanced")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "settings"),
     [

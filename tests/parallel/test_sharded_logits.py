@@ -146,6 +146,7 @@ def _worst_errors() -> dict[str, float]:
     return errors
 
 
+@pytest.mark.slow
 def test_functions_of_logits() -> None:
     for errors in run_in_processes(2, _worst_errors):
         # Gradients of half precision are rounded to 8 bits, at other places for a part of the logits.

@@ -27,7 +27,7 @@ def test_gradients_are_those_of_one_process(stage: int) -> None:
     assert all(error <= BOUND for error in errors.values()), errors
 
 
-@slow_if(lambda case_id: case_id != "qwen3_moe-2-0")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "size", "stage"), [("qwen3_moe", 2, 0), ("qwen3_moe", 2, 1), (lopsided, 2, 2), ("qwen3_moe", 4, 2)]
 )
@@ -39,6 +39,7 @@ def test_experts_that_processes_share(family: Any, size: int, stage: int) -> Non
     assert all(errors[part] <= BOUND for part in ("loss", "norm", "gradients")), errors
 
 
+@pytest.mark.slow
 def test_gradients_in_mixed_precision() -> None:
     run = Run(family="llama", tokens=29, batch=2, steps=2, precision="bf16-mixed", layers=2)
     sliced = train_together(2, run, SETTINGS | {"zero_stage": 1, "slice_tokens": 8})
@@ -46,7 +47,7 @@ def test_gradients_in_mixed_precision() -> None:
     assert sliced.worst_error(plain)["gradients"] <= 0.05
 
 
-@slow_if(lambda stage: stage < 2)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_collectives_of_an_optimizer_step(stage: int) -> None:
     """However many slices: what the stage does without any."""
@@ -65,6 +66,7 @@ def test_what_would_send_in_every_slice_is_refused(settings: dict[str, Any], nam
         MemoStrategy(stream_from_host="model", slice_tokens=8, **settings)
 
 
+@pytest.mark.slow
 def test_hidden_states_on_the_host_in_mixed_precision() -> None:
     """FSDP2 casts what layers get: hidden states and rotary tables that are not there yet."""
     run = Run(family="llama_gqa", tokens=29, batch=2, steps=3, precision="bf16-mixed", layers=2)

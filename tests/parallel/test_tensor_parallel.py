@@ -319,6 +319,7 @@ def compare_lora() -> dict[str, float]:
     return found | {"modules_to_save": compare(saved, batch, True)}
 
 
+@pytest.mark.slow
 def test_lora() -> None:
     pytest.importorskip("peft")
     for found in run_in_processes(2, compare_lora):
@@ -360,7 +361,7 @@ def train_sharded(family: str, data: int, sp: bool, reshard: bool) -> tuple[floa
     return max(errors(gradients[1], gradients[0]).values()), max(errors(weights[1], weights[0]).values())
 
 
-@slow_if(lambda data: data == 1)
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [1, 2])
 def test_fsdp(data: int) -> None:
     for family, sp, reshard in (("llama_tied", True, True), ("qwen3", False, False), ("phi3_gqa", True, True)):

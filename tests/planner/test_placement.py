@@ -364,6 +364,7 @@ def test_the_search_decides_every_capacity(problem, seed):
             assert validate(problem, placement_of(problem, offset * unit), capacity * unit) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [15, pytest.param(60, marks=pytest.mark.slow)])
 def test_the_search_agrees_with_highs_where_time_goes_round(count):
     @settings(max_examples=count)

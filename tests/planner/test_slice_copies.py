@@ -55,6 +55,7 @@ def test_slices_of_the_whole_model_wait_for_slices_of_their_own_length():
     assert seconds(quadratic, sizes(1, 1, 1, 1))[0] == pytest.approx(5.0)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(
     st.integers(1, 40),

@@ -98,6 +98,7 @@ def test_a_given_alpha_is_taken_though_the_disk_is_slow() -> None:
     assert made.swap.alpha == 1.0 and " for the disk." in made.reason
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(host=st.floats(0.3, 14.0), disk=st.floats(0.1, 14.0), write=st.floats(0.05, 20.0), read=st.floats(0.05, 20.0))
 def test_plans_fit_and_are_no_worse_than_without_a_disk(host: float, disk: float, write: float, read: float) -> None:

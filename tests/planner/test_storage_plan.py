@@ -177,6 +177,7 @@ def planned(costs, budget, **settings):
         return None
 
 
+@pytest.mark.slow
 def test_no_alpha_is_faster_on_a_grid_of_models_lengths_and_machines():
     begin = time.process_time()
     compared, faster, only_here, long_slices = 0, 0, 0, 0
@@ -433,6 +434,7 @@ def call_plans(draw, call, tokens):
     return CallPlan(ranges=tuple(ranges))
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(st.data())
 def test_no_plan_that_fits_beats_the_optimum(data):

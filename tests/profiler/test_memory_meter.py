@@ -5,7 +5,6 @@ import threading
 
 import pytest
 import torch
-from support.markers.slow import slow_if
 from torch.profiler import ProfilerActivity, record_function
 
 from lightning_memo.profiler import memory_meter as meter
@@ -38,7 +37,7 @@ def test_only_memory_is_recorded(monkeypatch):
     assert [request.size_bytes for request in requests] == [block.nbytes]
 
 
-@slow_if(lambda statement: not statement)
+@pytest.mark.slow
 @pytest.mark.parametrize("statement", ["", "raise SystemExit"])
 def test_a_process_may_end_while_memory_is_recorded(statement):
     """PyTorch's profiler would use its own objects after they are gone, and the process be killed by SIGSEGV."""

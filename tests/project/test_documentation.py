@@ -43,6 +43,7 @@ def test_the_quick_start_runs(own_folder: None) -> None:
     assert Path("plan.json").is_file()
 
 
+@pytest.mark.slow
 def test_finetuning_code_on_the_page_runs(own_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses a model and documents of the examples, and rows of 128 tokens, twice the length that the model supports."""
     monkeypatch.syspath_prepend(ROOT / "examples")

@@ -121,6 +121,7 @@ def test_one_line_changes_no_loss(script: str, steps: int, folder: Path, capsys:
     assert "alpha=0.5" in out
 
 
+@pytest.mark.slow
 def test_one_argument_of_the_trainer_changes_no_loss(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = []
     for arguments in (["--plain"], []):

@@ -45,6 +45,7 @@ def test_a_trainer_finds_the_strategy_by_its_name(tmp_path, first):
     assert found.split() == ["MemoStrategy"]
 
 
+@pytest.mark.slow
 def test_a_module_with_a_commands_name_among_its_arguments_registers_the_strategy(tmp_path):
     (tmp_path / "user").mkdir()
     (tmp_path / "user" / "__init__.py").write_text("import lightning_memo")

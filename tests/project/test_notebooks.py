@@ -12,7 +12,6 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager, start_new_kernel
 from nbclient import NotebookClient
 from support.commands import ROOT, TEXT_FOLDER, environment
-from support.markers.slow import slow_if
 
 EXAMPLES = ROOT / "examples"
 NOTEBOOKS = sorted(EXAMPLES.glob("*.ipynb"))
@@ -43,7 +42,7 @@ def test_notebooks_are_committed_with_their_outputs(path: Path) -> None:
     assert "**CPU**" in notebook.cells[0].source
 
 
-@slow_if(lambda path: path != NOTEBOOKS[0])
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebooks_run(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     before = sorted(EXAMPLES.iterdir())

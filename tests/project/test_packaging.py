@@ -196,7 +196,7 @@ def console(environment, tmp_path, monkeypatch):
     return run
 
 
-@slow_if(lambda environment: environment == "sdist")
+@pytest.mark.slow
 def test_the_console_command(console):
     assert set(COMMANDS) < set(console("--help").split())
     assert "usage: python -m lightning_memo.place" in console("place", "--help")
@@ -250,6 +250,7 @@ def test_installed_package_runs_a_sweep_and_reports(command, tmp_path):
     assert len(list(sweep.glob("*/csv/report.html"))) == 2
 
 
+@pytest.mark.slow
 def test_installed_package_estimates_and_places(command, tmp_path):
     told = json.loads(command("-m", "lightning_memo.estimate", "model=llama3_8b", "cluster=h100", "output=json"))
     assert told["status"] == "ok"

@@ -55,6 +55,7 @@ def parsed(site: Path) -> Iterator[tuple[Path, Links]]:
         yield page, Links(page)
 
 
+@pytest.mark.slow
 def test_every_page_is_in_the_site(site: Path) -> None:
     made = {page.relative_to(site).with_suffix("") for page in site.rglob("*.html")}
     assert {page.relative_to(DOCS).with_suffix("") for page in DOCS.rglob("*.md")} <= made

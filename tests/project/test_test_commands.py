@@ -50,6 +50,7 @@ def test_every_file_is_run_once() -> None:
 RIGHT = (["not slow", "slow"], ["all"])
 
 
+@pytest.mark.slow
 def test_cases_are_collected_where_no_headers_of_cuda_builds_were_fetched(tmp_path: Path) -> None:
     """As by `make test` in a new checkout. CI and developers have the headers."""
     shutil.copytree(TESTS, tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))

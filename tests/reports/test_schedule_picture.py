@@ -102,6 +102,7 @@ def test_the_trace_has_every_span(tmp_path: Path) -> None:
 # ---- the callback
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_one_step_is_written_and_no_loss_changes(
     accumulate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from support.architectures.scarce import Scarce
-from support.markers.slow import slow_if
 from support.trainer_harness import LanguageModel, batches, fit, loader, plain
 
 from lightning_memo import MemoStrategy
@@ -21,7 +20,7 @@ def streamed(result: Any) -> tuple[int, str]:
     return result.plan.swap.storage.slice_tokens, result.plan.swap.stream_from_host
 
 
-@slow_if(lambda settings: "alpha" in settings or "stream_from_host" in settings)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -40,7 +39,7 @@ def test_keys_are_on_the_device_if_it_has_room(settings: dict[str, Any], expecte
     assert set(result.held) == {0}
 
 
-@slow_if(lambda where: where == "backward")
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_keys_go_to_the_host_if_a_step_does_not_fit(where: str) -> None:
     """Slices stay as long as they were given; hidden states follow when not even keys on the host are enough."""
@@ -63,6 +62,7 @@ def test_rows_that_are_no_longer_than_a_slice_are_not_run_again() -> None:
         fit(strategy, Scarce({0: ["forward"]}), max_steps=2)
 
 
+@pytest.mark.slow
 def test_a_longer_batch_is_profiled_where_keys_are(tmp_path: Any) -> None:
     data = batches([*loader(6, tokens=16), *loader(6, tokens=32)])
     result = fit(MemoStrategy(**SLICED), LanguageModel(), data=data, max_steps=6)

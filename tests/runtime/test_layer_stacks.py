@@ -104,7 +104,7 @@ def test_gradients_of_stacks(name: str, alpha: float) -> None:
     assert_as_plain(result, train("auto", build, data))
 
 
-@slow_if(lambda alpha: alpha != 0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", ["auto", 0.5, 1.0])
 def test_stacks_of_different_lengths(alpha: float | str) -> None:
     """The vision tower gets 17 tokens, and the language model a different number in each batch, also fewer."""

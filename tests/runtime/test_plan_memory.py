@@ -125,7 +125,7 @@ def test_many_planned_steps_equal_unplanned_ones(alpha, precision, steps):
     assert_all_hit(stats)
 
 
-@slow_if(lambda family: family != "gpt2_dropout")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama_gqa", "gemma", "gpt2_dropout", "block_dropout", "encoder_layer"])
 def test_all_requests_of_a_family_are_served(family):
     strategy = {"alpha": "auto"} if family == "encoder_layer" else {}
@@ -176,6 +176,7 @@ def test_workers_that_load_data(unplanned):
     assert_all_hit(stats)
 
 
+@pytest.mark.slow
 def test_other_lengths_are_missed_and_counted():
     def mixed():
         lengths = [32] * 10 + [24, 32, 16, 32, 32, 24]
@@ -188,6 +189,7 @@ def test_other_lengths_are_missed_and_counted():
     assert stats[-1].hits > 0
 
 
+@pytest.mark.slow
 def test_lengths_that_always_change_are_planned_for_too():
     def growing():
         return batches({name: t[:, : 32 - step % 7] for name, t in batch.items()} for step, batch in
@@ -207,6 +209,7 @@ class Failing(LanguageModel):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.slow
 def test_a_failed_step_leaves_pytorchs_allocator(unplanned):
     watch = Watch()
     with pytest.raises(RuntimeError, match="on purpose"):
@@ -297,6 +300,7 @@ def test_a_cached_plan_that_is_none_is_ignored_with_one_line(recorded_here, fres
     assert Plan.load(path) == second.plan
 
 
+@pytest.mark.slow
 def test_a_given_plan_is_served_after_the_first_step(recorded, unplanned_by_plan, tmp_path):
     second, stats = run(strategy=recorded.saved(tmp_path))
     assert_same(second, unplanned_by_plan)
@@ -352,6 +356,7 @@ def test_a_cached_trace_of_another_run_is_ignored(recorded_here, fresh_cache):
     assert_same(recorded_here.result, second)
 
 
+@pytest.mark.slow
 def test_a_given_plan_has_its_trace_if_it_was_made_here(recorded_here, tmp_path):
     second, _ = run(strategy=recorded_here.saved(tmp_path))
     trace = recorded_here.result.trainer.strategy.memory.trace
@@ -402,6 +407,7 @@ def test_a_planner_that_fails_is_no_reason_to_stop(unplanned, monkeypatch):
     assert not stats
 
 
+@pytest.mark.slow
 def test_counters_go_to_the_logger(tmp_path):
     from lightning.pytorch.loggers import CSVLogger
 
@@ -413,6 +419,7 @@ def test_counters_go_to_the_logger(tmp_path):
     assert float(last["memory/hits"]) > 0
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_waits_for_the_solver(tmp_path):
     """A process that did not wait would be aborted when the solver returns (status 134)."""
     code = """

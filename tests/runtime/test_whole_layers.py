@@ -142,7 +142,7 @@ def test_a_plan_of_whole_layers_is_resumed_with_slices(tmp_path: Any) -> None:
     assert again.plan.swap == first.plan.swap and len(first.plan.swap.storage.calls) == 2
 
 
-@slow_if(lambda alpha: alpha != 0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 def test_a_plan_with_keys_on_the_host_of_layers_that_can_be_cut(tmp_path: Any, alpha: float) -> None:
     path, settings = tmp_path / "plan.json", {"alpha": alpha, "slice_tokens": 16}
@@ -156,6 +156,7 @@ def test_a_plan_with_keys_on_the_host_of_layers_that_can_be_cut(tmp_path: Any, a
     assert result.plan.swap.stream_from_host == "none"
 
 
+@pytest.mark.slow
 def test_processes_that_train_the_same_weights() -> None:
     run = Run(family=late, tokens=45, ignore=0.0)
     together = train_together(2, run, {"alpha": 0.5, "slice_tokens": 16, "zero_stage": 1})

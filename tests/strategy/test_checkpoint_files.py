@@ -87,6 +87,7 @@ def in_a_copy(function: Callable[[], None], seconds: float) -> bool:
     return status != 0
 
 
+@pytest.mark.slow
 def test_kills_in_saves_to_another_disk(monkeypatch: pytest.MonkeyPatch, another_disk: Path, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     seed = 1 if REPEATABLE else random.SystemRandom().randrange(2**32)
@@ -181,6 +182,7 @@ def train(folder: Path, steps: int, ckpt_path: Any = None, **settings: Any) -> A
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_training_goes_on_after_a_full_disk(tmp_path: Path) -> None:
     """The run ends with one line, and resumes from the checkpoint before it as if nothing had happened."""
     whole = train(tmp_path / "whole", 6)

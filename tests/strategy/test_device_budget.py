@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from support.markers.slow import slow_if
 from support.modes import BY_ALPHA, BY_KIND
 from support.trainer_harness import LanguageModel, fit, loader, shorten_measurements
 from typing_extensions import override
@@ -67,7 +66,7 @@ def train(steps: int = 3, **settings: Any) -> tuple[Plan, int, list[str]]:
     return strategy.plan, peak.bytes, told
 
 
-@slow_if(lambda plans: plans == "kinds")
+@pytest.mark.slow
 @pytest.mark.parametrize("plans", ["alpha", "kinds"])
 def test_every_budget_is_kept_or_told_of(plans: str) -> None:
     """Budgets from the need of alpha 0 to that of plain training, and one byte below the least."""
@@ -84,6 +83,7 @@ def test_every_budget_is_kept_or_told_of(plans: str) -> None:
         assert (plan.swap.plain) == (device_bytes >= most)
 
 
+@pytest.mark.slow
 def test_a_larger_budget_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measured_costs, "copy_bandwidth", lambda *arguments: (1e12, 1e12))  # on a busy machine, too
     least, most = (train(alpha=alpha)[0].device_bytes for alpha in (0.0, 1.0))
@@ -103,6 +103,7 @@ class FirstStep(Callback):
             assert memory.stats.unplanned_slots == memory.stats.overflow_bytes == 0
 
 
+@pytest.mark.slow
 def test_the_first_step_keeps_within_the_host_budget() -> None:
     """Attention outputs that the host does not hold are computed again, and layer inputs stay on the device.
 
@@ -137,6 +138,7 @@ def test_a_given_plan_is_told_of_by_what_there_is_now(capsys: Any) -> None:
     assert "over by 1.0 KiB" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_an_arena_that_is_larger_than_what_lives_in_it_is_told_of() -> None:
     class Wait(Callback):
         @override

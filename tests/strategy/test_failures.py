@@ -72,7 +72,7 @@ def test_out_of_memory_again_and_again():
     assert set(result.held) == {0}
 
 
-@slow_if(lambda case_id: case_id != "1-forward")
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("rungs", [1, 2])
 def test_a_first_step_that_does_not_fit_runs_in_slices(where, rungs):
@@ -120,7 +120,7 @@ def test_out_of_memory_for_good(fails, settings, told):
     assert_usable_again()
 
 
-@slow_if(lambda batch: batch == 0)
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [0, 1])
 def test_slices_that_do_not_fit_the_host(batch):
     """The error is that of the device, for which layers were cut, and names both memories."""

@@ -276,6 +276,7 @@ def in_two_processes(folder: Path, resumes: bool) -> Any:
     return module.losses, from_url.losses, resumed(make, folder / "b.ckpt")
 
 
+@pytest.mark.slow
 def test_several_processes_restore_in_the_same_order(tmp_path: Path) -> None:
     """Also with `weights_only`, and from where only a `CheckpointIO` can read; a single process reads their folder."""
 

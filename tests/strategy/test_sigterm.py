@@ -309,7 +309,7 @@ class Ranks:
         return found
 
 
-@slow_if(lambda loop, rank: (loop, rank) != ("fit", 1))
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["fit", "test", "predict"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_ranks_end_after_the_same_batch(tmp_path: Path, loop: str, rank: int) -> None:
@@ -323,6 +323,7 @@ def test_all_ranks_end_after_the_same_batch(tmp_path: Path, loop: str, rank: int
         assert ranks.checkpoints()["stopped"] == steps + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stalls", "rank"),
     [((0, "setup"), 1), ((1, "step 2"), 0), ((0, "step 0"), 0), ((1, "validation 1"), 1), ((0, "saving"), 1)],
@@ -338,6 +339,7 @@ def test_a_rank_that_the_others_wait_for(tmp_path: Path, stalls: tuple[int, str]
     assert all(step % 3 == 0 for step in ranks.checkpoints().values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_meanwhile_ends_all_at_once(tmp_path: Path, rank: int) -> None:
     ranks = Ranks(tmp_path, stalls=(1, "step 4 fails"))
@@ -347,6 +349,7 @@ def test_a_rank_that_fails_meanwhile_ends_all_at_once(tmp_path: Path, rank: int)
     assert ranks.checkpoints() == {"step=3": 3}
 
 
+@pytest.mark.slow
 def test_sigterm_to_all_ranks_before_they_meet(tmp_path: Path) -> None:
     """As torchrun and SLURM send it. The first rank waits for the other."""
     ranks = Ranks(tmp_path)
@@ -359,6 +362,7 @@ def test_sigterm_to_all_ranks_before_they_meet(tmp_path: Path) -> None:
     assert all(process.exitcode in (143, -signal.SIGTERM) for process in statuses)  # shells report both alike
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_random_moments(tmp_path: Path, size: int) -> None:
     seed = 1 if REPEATABLE else random.SystemRandom().randrange(2**32)
@@ -395,6 +399,7 @@ def lose_a_process(port: int, status: int) -> None:
     os._exit(9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("status", "expected"), [(1, 143), (143, 9)])
 def test_a_process_that_is_lost_after_the_last_step(status: int, expected: int) -> None:
     """Its launcher does not wait for it; one that ends as it should is waited for by others."""

@@ -50,6 +50,7 @@ def test_trains_as_plain_within_both_budgets(tmp_path: Path) -> None:
     assert Plan.load(tmp_path / "run" / "memo_plan.json") == result.plan
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_same_plan() -> None:
     def run(steps: int, **settings: Any) -> Any:
         data = ResumableLoader(Sequences(10))
@@ -89,6 +90,7 @@ def _plan_of(trainer: Any) -> dict[str, Any]:
     return {"swap": trainer.strategy.plan.swap}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "device_memory"), [(2, "740KiB"), (3, "640KiB")])
 def test_processes_with_the_same_layers_have_the_same_plan(stage: int, device_memory: str) -> None:
     run = Run(family="llama_gqa", steps=3)

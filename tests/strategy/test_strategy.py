@@ -127,6 +127,7 @@ def test_auto_alpha_trains_plainly_where_the_device_is_ample(capsys):
     assert_as_plain(result, plain_of(), 1.0)
 
 
+@pytest.mark.slow
 def test_small_slices():
     """slice_tokens bounds the slices, and changes nothing but rounding."""
     result = fit(MemoStrategy(alpha=0.5, slice_tokens=5))
@@ -277,7 +278,7 @@ def test_loss_curve(alpha, plain_curve, curves):
     curves[alpha] = result.losses
 
 
-@slow_if(lambda family, alpha: family != "block_dropout" or alpha != 0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "alpha"), [*(("block_dropout", a) for a in ALPHAS), ("gpt2_dropout", 0.25), ("gpt2_dropout", 1.0)]
 )
@@ -478,7 +479,7 @@ class Failing(LanguageModel):
 PLACES = ["training_step", "inside a layer", "backward", "before the optimizer"]
 
 
-@slow_if(lambda family, place, step: step == 0 or (family == "llama" and place != "backward"))
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "place", "step"),
     [
@@ -698,7 +699,7 @@ def test_iterable_dataset(alpha):
     assert_as_plain(result, plain(data=data(), **options), alpha)
 
 
-@slow_if(lambda case_id: not case_id.endswith("0.5"))
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("family", ["block_dropout", "llama"])
 def test_batches_of_varying_length(family, alpha):

@@ -109,6 +109,7 @@ def assert_same(found: Outcome, expected: Outcome, exact: bool = True) -> None:
     torch.testing.assert_close(found[1], expected[1], rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ways", [(memo, memo), (memo, by_loop), (by_loop, by_loop)])
 def test_two_trainings_in_two_threads(ways: tuple[Callable[[LanguageModel], Outcome], ...]) -> None:
     first = LanguageModel("llama")
@@ -123,6 +124,7 @@ def test_two_trainings_in_two_threads(ways: tuple[Callable[[LanguageModel], Outc
     assert AllocationRecorder().stop() == []
 
 
+@pytest.mark.slow
 def test_a_plain_training_with_checkpoints_in_another_thread() -> None:
     """What a layer may not call is refused in its own thread only."""
     first, other = LanguageModel("llama"), Checkpointed("llama")
@@ -149,6 +151,7 @@ def profiled(join: bool = True) -> threading.Thread:
     return thread
 
 
+@pytest.mark.slow
 def test_a_profiler_in_another_thread_during_a_step() -> None:
     """The step waits for the thread, whose profiler must therefore not wait for the step."""
     expected = by_loop(LanguageModel("llama"))
@@ -159,6 +162,7 @@ def test_a_profiler_in_another_thread_during_a_step() -> None:
     assert AllocationRecorder().stop() == []
 
 
+@pytest.mark.slow
 def test_profilers_in_another_thread_all_the_time() -> None:
     expected = memo(LanguageModel("llama"))
     first, stop = LanguageModel("llama"), threading.Event()
@@ -181,6 +185,7 @@ def test_profilers_in_another_thread_all_the_time() -> None:
     assert profiles > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phases", [(0, 1, 1), (1, 1, 2), (0, 0, 2)], ids=str)
 def test_a_profiler_with_a_schedule_around_a_loop(phases: tuple[int, int, int]) -> None:
     """It warms up before it records; a second profiler in between would crash the process."""
@@ -213,6 +218,7 @@ def test_a_failed_forward_leaves_no_profiler_running() -> None:
     memo_loop.__exit__(None, None, None)
 
 
+@pytest.mark.slow
 def test_a_failed_backward_does_not_hinder_the_next_training() -> None:
     expected = by_loop(LanguageModel("llama"))
     module = LanguageModel("llama")

@@ -44,6 +44,7 @@ def train(max_steps: int = 3, callbacks: tuple[Callback, ...] = (), **settings: 
     return fit(strategy, LanguageModel(eight_blocks), max_steps=max_steps, callbacks=list(callbacks))
 
 
+@pytest.mark.slow
 def test_training_is_the_same_in_less_host_memory(disk: Path) -> None:
     expected = train()
     slot_bytes = expected.plan.swap.memory.slot
@@ -84,6 +85,7 @@ def test_an_exception_leaves_nothing_on_the_disk(disk: Path) -> None:
     assert list(disk.iterdir()) == [] and spill_threads() == []
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_fit_and_the_process_goes_on(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slot_bytes = train(max_steps=1).plan.swap.memory.slot
 
@@ -136,6 +138,7 @@ def swap_plan(trainer: Any) -> dict[str, Any]:
     return {"swap": trainer.strategy.plan.swap}
 
 
+@pytest.mark.slow
 def test_processes_spill_into_one_folder(disk: Path) -> None:
     run, settings = Run(family="llama", tokens=64, batch=4, steps=2), {"alpha": 0.5, "zero_stage": 3}
     expected = train_together(2, run, settings, after=swap_plan)

@@ -118,6 +118,7 @@ def test_an_attempt_ends_with_the_process_that_waits_for_it():
     assert not Path(folder).exists()
 
 
+@pytest.mark.slow
 def test_the_search_finds_what_trying_all_lengths_finds(monkeypatch):
     shorten_measurements(monkeypatch)
     attempt = trial(settings=BUDGET)
@@ -132,6 +133,7 @@ def test_the_search_finds_what_trying_all_lengths_finds(monkeypatch):
     assert "more than device_memory=1.1 MiB" in scan[-1].reason
 
 
+@pytest.mark.slow
 def test_a_search_leaves_the_module_and_the_random_state_alone(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     module, file = LanguageModel(build), tmp_path / "folder" / "longest.json"
@@ -245,6 +247,7 @@ def command(monkeypatch, folder, *overrides):
     return 0
 
 
+@pytest.mark.slow
 def test_the_command(monkeypatch, tmp_path, capfd):
     lengths = ["low=32", "high=96", "multiple_of=32", "strategy.slice_tokens=32"]
     assert command(monkeypatch, tmp_path, *lengths) == 0

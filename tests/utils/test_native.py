@@ -106,6 +106,7 @@ def test_a_library_without_a_function_is_named(source, tmp_path):
     assert "answer" in message and "delete it" in message
 
 
+@pytest.mark.slow
 def test_two_processes_build_once(source, compiler, monkeypatch, tmp_path):
     calls = tmp_path / "calls"
     slow = tmp_path / "slow-compiler"

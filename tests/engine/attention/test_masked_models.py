@@ -248,7 +248,7 @@ def test_refusals(build: Callable[[], nn.Module], data: list[Batch], settings: d
     assert "\n" not in str(caught.value)
 
 
-@slow_if(lambda images: images[0])
+@pytest.mark.slow
 @pytest.mark.parametrize("images", [(False, True), (True, False)])
 def test_steps_with_and_without_images(images: tuple[bool, bool]) -> None:
     """The layers are cut in the steps without images only."""
@@ -260,6 +260,7 @@ def test_steps_with_and_without_images(images: tuple[bool, bool]) -> None:
         assert max(found.values()) < BOUND, (step, found)
 
 
+@pytest.mark.slow
 def test_windows_by_masks_only_in_slices_of_the_model() -> None:
     result = train(qwen2_moe, [text(), text()], alpha=0.5, slice_tokens=32, stream_from_host="model")
     found = errors(result, plain_training(qwen2_moe, text))
@@ -298,7 +299,7 @@ def divided_loss(build: Callable[[], nn.Module], batch: Callable[[], Batch]) -> 
     ).losses[0]
 
 
-@slow_if(lambda batch: batch is without_image)
+@pytest.mark.slow
 @pytest.mark.parametrize(("build", "batch"), [(gemma3, without_image), (gemma3, images_in_both_halves), (eager, text)])
 def test_masks_among_processes(build: Callable[[], nn.Module], batch: Callable[[], Batch]) -> None:
     parts = run_in_processes(2, divided_loss, build, batch)

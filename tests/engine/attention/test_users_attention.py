@@ -75,6 +75,7 @@ def test_registered_functions_compute_what_they_compute_in_plain_training(name: 
     assert max(worst.values()) <= BOUND, worst
 
 
+@pytest.mark.slow
 def test_functions_in_the_place_of_those_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", louder)

@@ -96,7 +96,7 @@ APART = {
 }
 
 
-@slow_if(lambda case_id: case_id in ("decomposed beside bf16", "users' own forward"))
+@pytest.mark.slow
 @pytest.mark.parametrize("make", APART.values(), ids=APART.keys())
 def test_terms_that_something_else_reads_are_stored_by_themselves(make: Callable[[], nn.Module]) -> None:
     under_test = train(make())
@@ -109,7 +109,7 @@ def test_in_mixed_precision(stored: bool) -> None:
     train(build(), stored, amp=True)
 
 
-@slow_if(lambda kind: kind != "plain")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", *APART])
 def test_nothing_is_stored(kind: str) -> None:
     train((SUMS | APART)[kind](), stored=False)
@@ -143,7 +143,7 @@ def train_of_types(model: nn.Module, amp: bool = False) -> None:
     assert size_bytes["self_attn.q_proj"] == batch["input_ids"].numel() * weight.shape[0] * dtype.itemsize
 
 
-@slow_if(lambda kind, amp: (kind, amp) != ("bias of B", False))
+@pytest.mark.slow
 @pytest.mark.parametrize("amp", [False, True], ids=["", "mixed precision"])
 @pytest.mark.parametrize("kind", SUMS)
 def test_adapters_in_fp32_beside_bf16(kind: str, amp: bool) -> None:
@@ -153,7 +153,7 @@ def test_adapters_in_fp32_beside_bf16(kind: str, amp: bool) -> None:
     train_of_types(model, amp)
 
 
-@slow_if(lambda base, adapters: base == torch.float16 or adapters == torch.bfloat16)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "adapters"),
     [(torch.float16, torch.float32), (torch.float32, torch.bfloat16), (torch.float32, torch.float64)],
@@ -188,7 +188,7 @@ def only_second(model: nn.Module) -> Iterator[None]:
 CHANGES = {"disabled": lambda model: model.disable_adapter(), "merged": merged, "another": only_second}
 
 
-@slow_if(lambda change, stored, dtype: not stored or (dtype == torch.bfloat16) != (change is merged))
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
@@ -219,7 +219,7 @@ def test_a_profiled_step_without_adapters_stores_outputs() -> None:
 # ---- what modules are made of
 
 
-@slow_if(lambda make, stored: not stored or make is parametrized)
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("make", [scaled, parametrized, in_place_dropout])
 def test_modules_of_users(make: Callable[[], nn.Module], stored: bool) -> None:
@@ -296,6 +296,7 @@ def flops(under_test: ByKind, rows: Any) -> float:
     return counter.get_total_flops()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_stored_sum_spares_its_products_and_the_last_one_is_never_computed(dtype: torch.dtype) -> None:
     with ByKind(build(dtype=dtype), test_mode=None) as under_test:

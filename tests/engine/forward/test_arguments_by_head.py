@@ -254,7 +254,7 @@ def test_slice_after_slice_through_the_model(settings: dict[str, Any]) -> None:
     compare(llama, settings, tokens=45)
 
 
-@slow_if(lambda method, slices: method == "ring" or slices)
+@pytest.mark.slow
 @pytest.mark.parametrize("slices", [{}, {"slice_tokens": 8, "stream_from_host": "hidden"}], ids=["alpha", "host"])
 @pytest.mark.parametrize("method", ["ring", "ulysses"])
 def test_processes_that_share_tokens(method: str, slices: dict[str, Any]) -> None:

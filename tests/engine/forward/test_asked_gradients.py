@@ -89,6 +89,7 @@ def asking_llama() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_slice_after_slice_through_the_model() -> None:
     compare(asking_llama, {"alpha": 0.5, "slice_tokens": 16, "stream_from_host": "model"})
 

@@ -80,6 +80,7 @@ class CompiledStep(LanguageModel):
         return step(batch, number)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 def test_a_compiled_step_runs_layers_as_they_were_written(alpha: float) -> None:
     result = fit(MemoStrategy(alpha=alpha, plan_memory=False), CompiledStep())
@@ -99,6 +100,7 @@ class CompiledLoss(LanguageModel):
         return compiled_loss(self.model(input_ids=batch["input_ids"]).logits, batch["input_ids"])
 
 
+@pytest.mark.slow
 def test_a_compiled_loss_gets_computed_logits_only() -> None:
     with pytest.raises(Exception, match=r"compiled with torch.compile gets logits .*: set loss_chunk_tokens=None"):
         fit(MemoStrategy(alpha=0.0, plan_memory=False, loss_chunk_tokens=16), CompiledLoss())
@@ -106,6 +108,7 @@ def test_a_compiled_loss_gets_computed_logits_only() -> None:
     assert result.losses == pytest.approx(plain(CompiledLoss()).losses, abs=3e-6)
 
 
+@pytest.mark.slow
 def test_compiled_modules_that_get_states_on_the_host_rest() -> None:
     def module() -> LanguageModel:
         made = LanguageModel()

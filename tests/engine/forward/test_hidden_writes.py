@@ -125,7 +125,7 @@ def test_other_writes(kind: Callable[[], nn.Module], settings: dict[str, Any]) -
     compare(blocks(kind), settings)
 
 
-@slow_if(lambda alpha: alpha != 0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 def test_recurrent_layers(alpha: float) -> None:
     compare(blocks(Recurrent), {"alpha": alpha})

@@ -115,6 +115,7 @@ class Unpacking(Sharing):
             block.register_forward_hook(lambda block, _, output: output.hidden)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:.*as one slice")
 def test_outputs_that_are_dataclasses() -> None:
     compare(Unpacking, {"alpha": 0.5})

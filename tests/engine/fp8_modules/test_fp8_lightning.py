@@ -14,7 +14,6 @@ from lightning.pytorch.plugins import TransformerEnginePrecision
 from support.architectures.fp8_models import EngineBlock, blocks_of, recipe_of, scales_in, strategy, trained
 from support.devices import DEVICE
 from support.families import FAMILIES, PlainBlock
-from support.markers.slow import slow_if
 from support.processes import run_in_processes
 from support.trainer_harness import LanguageModel, Sequences, loader, make_trainer
 from support.transformer_engine_stand_in import find_in, stand_in
@@ -60,7 +59,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 }
 
 
-@slow_if(lambda case, alpha: alpha != 0.5 or case in ("in float32", "kept"))
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:.*the logits of all tokens are computed at once")
@@ -73,6 +72,7 @@ def test_the_plugin_trains_as_without_the_strategy(te: Any, case: str, alpha: fl
     compare(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replace_layers", [None, True])
 def test_models_that_configure_model_makes(te: Any, replace_layers: bool | None) -> None:
     """With `replace_layers=True`, Lightning replaces the classes while the model is made."""
@@ -84,6 +84,7 @@ def test_models_that_configure_model_makes(te: Any, replace_layers: bool | None)
     compare(train(strategy(alpha=0.5)), train(None))
 
 
+@pytest.mark.slow
 def test_the_flag_is_the_short_form_of_the_plugin(te: Any) -> None:
     def train(by: Any) -> list[Tensor]:
         return trained(by, LanguageModel(_plain_blocks), max_steps=4, precision="transformer-engine")[1]
@@ -91,6 +92,7 @@ def test_the_flag_is_the_short_form_of_the_plugin(te: Any) -> None:
     compare(train(strategy(alpha=0.5)), train(None))
 
 
+@pytest.mark.slow
 def test_validation_between_steps(te: Any) -> None:
     settings = {"max_steps": 4, "val_check_interval": 1, "limit_val_batches": 1}
 
@@ -136,6 +138,7 @@ def _plainly(folder: Path) -> list[float]:
         return losses
 
 
+@pytest.mark.slow
 def test_data_parallel_processes_train_as_plainly(tmp_path: Path) -> None:
     assert run_in_processes(2, _by_strategy, tmp_path) == run_in_processes(2, _plainly, tmp_path)
 

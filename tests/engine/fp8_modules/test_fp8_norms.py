@@ -20,7 +20,6 @@ from support.architectures.fp8_models import (
 )
 from support.families import VOCABULARY, PlainBlock, make_batch
 from support.harness import EngineUnderTest, assert_equal, loss_and_gradients, on_device
-from support.markers.slow import slow_if
 from torch import Tensor, nn
 
 pytestmark = [pytest.mark.usefixtures("own_folder")]
@@ -53,7 +52,7 @@ def compare(found: list[Tensor], expected: list[Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@slow_if(lambda recipe, alpha: (recipe, alpha) not in {("delayed", 0.0), ("current", 0.5)})
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("recipe", ["delayed", "unfused", "current", "mxfp8", "blocks"])
 def test_norms_beside_modules_in_fp8(te: Any, recipe: str, alpha: float) -> None:
@@ -65,7 +64,7 @@ def test_norms_beside_modules_in_fp8(te: Any, recipe: str, alpha: float) -> None
     compare(found, expected)
 
 
-@slow_if(lambda alpha: alpha != 0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("amp", [False, True])
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_layers_with_its_norms_only_are_cut(te: Any, alpha: float, amp: bool) -> None:
@@ -92,7 +91,7 @@ def _with_head_in_fp8() -> nn.Module:
     return model
 
 
-@slow_if(lambda alpha: alpha != 0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_slices_update_the_histories_once(te: Any, alpha: float) -> None:
     """The first norm is the first module of the autocast, also if it runs slice by slice, twice."""

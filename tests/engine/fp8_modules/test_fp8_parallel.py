@@ -49,7 +49,7 @@ def _train(run: Run, settings: dict[str, Any]) -> Outcome | str:
             return str(error)
 
 
-@slow_if(lambda way: way not in ("ring", "pipeline"))
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_norms_are_divided_as_those_of_pytorch(way: str) -> None:
     run = Run(_with_norms)

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from support.architectures.fp8_models import InFp8, Scales, blocks_of, engine, recipe_of, recipes, scales_in
 from support.devices import DEVICE
-from support.markers.slow import slow_if
 from support.parallel_training import whole
 from support.processes import run_in_processes
 from support.trainer_harness import Sequences, make_trainer
@@ -61,7 +60,7 @@ def _plainly() -> Noted:
     return losses, noted
 
 
-@slow_if(lambda alpha: alpha == 1)
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_data_parallel_processes_have_the_scales_of_plain_training(alpha: float) -> None:
     expected = run_in_processes(2, _train, None)
@@ -107,7 +106,7 @@ def _run(stage: int, max_steps: int, ckpt_path: str | None, save_to: str | None)
         return module.losses, [*map(whole, module.parameters()), *scales_in(module)]
 
 
-@slow_if(lambda stage: stage != 3)
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_processes_resume_with_the_scales_of_their_checkpoint(tmp_path: Path, stage: int) -> None:
     """They are extra states, whose sizes are others in a new model."""

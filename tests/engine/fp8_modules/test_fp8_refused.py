@@ -224,6 +224,7 @@ def test_a_layer_does_not_enter_the_autocast_itself(te: Any) -> None:
     assert "enter it around the model instead" in line_of(InFp8(None, lambda: blocks_of(_Entering)))
 
 
+@pytest.mark.slow
 def test_a_layer_may_leave_the_autocast(te: Any) -> None:
     _, expected = trained(None, InFp8(recipe_of("delayed"), lambda: blocks_of(_Leaving)), max_steps=4)
     _, found = trained(strategy(), InFp8(recipe_of("delayed"), lambda: blocks_of(_Leaving)), max_steps=4)
@@ -237,6 +238,7 @@ class _WithoutGradient(EngineBlock):
         return super().forward(x) + sys.modules["transformer_engine.pytorch"].checkpoint(self.out, x.detach())
 
 
+@pytest.mark.slow
 def test_its_checkpointing_trains_where_it_recomputes_nothing(te: Any) -> None:
     _, expected = trained(None, InFp8(recipe_of("delayed"), lambda: blocks_of(_WithoutGradient)), max_steps=4)
     _, found = trained(strategy(), InFp8(recipe_of("delayed"), lambda: blocks_of(_WithoutGradient)), max_steps=4)
@@ -312,7 +314,7 @@ class _Failing(InFp8):
             raise self._error
 
 
-@slow_if(lambda where: where == "forward")
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_step_that_ran_out_of_memory_runs_again_with_the_same_scales(te: Any, where: str) -> None:
     _, expected = trained(None, InFp8(recipe_of("delayed")), max_steps=4)
@@ -323,7 +325,7 @@ def test_a_step_that_ran_out_of_memory_runs_again_with_the_same_scales(te: Any, 
     assert all(torch.equal(a, b) for a, b in zip(found[1:], expected[1:], strict=True))
 
 
-@slow_if(lambda where: where == "forward")
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_failing_layer_leaves_the_state_usable(te: Any, where: str) -> None:
     trainer = make_trainer(strategy(alpha=0.5))

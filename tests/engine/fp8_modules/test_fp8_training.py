@@ -55,6 +55,7 @@ def test_whole_layers_train_bit_by_bit_as_plainly(te: Any, recipe: str, alpha: f
     compare(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "lines"), [("mxfp8", 1), ("blocks", 0)])
 def test_one_line_names_a_recipe_that_has_not_run_on_a_gpu(te: Any, recipe: str, lines: int) -> None:
     """When the first layer computes by it."""
@@ -120,7 +121,7 @@ CASES: dict[str, tuple[type[InFp8], Any, dict[str, Any]]] = {
 }
 
 
-@slow_if(lambda case, alpha: alpha == 0.5 or case not in ("accumulated", "two forwards", "turned on"))
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore:lightning_memo. .* It runs as one slice now")
@@ -151,6 +152,7 @@ def test_scales_that_inference_has_made(te: Any, alpha: float) -> None:
     assert result.module.model.blocks[0].out.fp8_meta["scaling_fwd"].scale.is_inference()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_scales_of_one_that_was_not_interrupted(te: Any, tmp_path: Path) -> None:
     """They are extra state of the modules, in checkpoints of Lightning."""
     data = batches([next(iter(loader()))] * 4)  # Lightning starts a loader from its beginning
@@ -167,6 +169,7 @@ def test_a_resumed_run_has_the_scales_of_one_that_was_not_interrupted(te: Any, t
     )
 
 
+@pytest.mark.slow
 def test_layers_that_were_cut_run_whole_in_fp8(te: Any) -> None:
     """One scale covers all tokens, and slices would have others."""
     losses = trained(None, FromThirdStep(recipe_of("current"), lambda: blocks_of(GatedBlock)), max_steps=4)[0].losses
@@ -188,6 +191,7 @@ class _ByKind(Callback):
         self.noted.append(not trainer.strategy.plan.swap.storage.has_one_alpha)
 
 
+@pytest.mark.slow
 def test_a_plan_by_kinds_ends_when_fp8_begins(te: Any) -> None:
     """Places for kinds of tensors are those of layers that can be cut."""
     losses = trained(None, FromThirdStep(recipe_of("current"), lambda: blocks_of(GatedBlock)), max_steps=5)[0].losses
@@ -207,6 +211,7 @@ def test_other_settings_change_nothing(te: Any, settings: dict[str, Any]) -> Non
     compare(found, expected)
 
 
+@pytest.mark.slow
 def test_spilled_layers(te: Any, tmp_path: Path) -> None:
     """Bytes of FP8 and their scales come back from a disk as they were."""
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from support.architectures.fp8_models import InFp8, Scales, blocks_of, engine, manager, recipe_of, scales_in, trained
 from support.devices import DEVICE
-from support.markers.slow import slow_if
 from support.parallel_training import whole
 from support.processes import run_in_processes
 from support.trainer_harness import Sequences, make_trainer
@@ -224,7 +223,7 @@ RUNS: dict[str, tuple[Run, list[Any]]] = {
 QUICK = {"auto", "accumulated, stage 2"}
 
 
-@slow_if(lambda case: case not in QUICK)
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RUNS)
 def test_results_are_those_of_plain_fsdp2(case: str) -> None:
     compare(*RUNS[case])
@@ -243,7 +242,7 @@ def alone(run: Run) -> list[float]:
         return trained(None, run.module(), data, max_steps=STEPS)[0].losses
 
 
-@slow_if(lambda recipe: recipe != "delayed")
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "bound"), [("delayed", 1e-3), ("current", 2e-3), ("blocks", 1e-6)])
 def test_losses_are_those_of_one_process_up_to_the_rounding_of_fp8(recipe: str, bound: float) -> None:
     """With delayed scaling, the backward has other scales for weights; with current scaling, each process its own."""

@@ -68,6 +68,7 @@ def test_gradients_are_those_without_spilling_bit_by_bit(
             read.sizes.clear()
 
 
+@pytest.mark.slow
 def test_host_memory_is_that_of_the_plan(tmp_path: Path) -> None:
     with profiled(tmp_path) as under_test:
         for spilled in (0, 2):
@@ -127,6 +128,7 @@ def test_a_failed_disk_ends_the_step_and_no_more(tmp_path: Path, monkeypatch: py
         under_test.assert_as_planned()
 
 
+@pytest.mark.slow
 def test_a_full_disk_refuses_the_plan_and_the_engine_goes_on(tmp_path: Path) -> None:
     with profiled(tmp_path) as under_test:
         under_test.load(0.5, disk_calls=1)

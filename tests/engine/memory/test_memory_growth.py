@@ -73,6 +73,7 @@ def test_peak_does_not_grow_with_layers(alpha: float) -> None:
     assert deep - shallow <= 8 * (states * RANDOM_STATE_BYTES + 256)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 def test_the_meter_sees_what_layers_keep() -> None:
     """Plain training keeps 15 layer inputs' worth per layer here, and gradient checkpointing one."""
@@ -80,14 +81,14 @@ def test_the_meter_sees_what_layers_keep() -> None:
     assert peak_of_plain_training(16, True) - peak_of_plain_training(8, True) >= 8 * INPUT_BYTES
 
 
-@slow_if(lambda layers: layers == 16)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize("layers", [8, 16])
 def test_full_recomputation_takes_no_more_than_gradient_checkpointing(layers: int) -> None:
     assert peak_with_engine(layers, 0.0) <= 1.15 * peak_of_plain_training(layers, True)
 
 
-@slow_if(lambda alpha: alpha != 0.5)
+@pytest.mark.slow
 @each_alpha
 def test_after_the_forward_only_the_last_two_layers_are_on_the_device(alpha: float) -> None:
     model, batch = build(8), make_batch(BATCH, TOKENS)

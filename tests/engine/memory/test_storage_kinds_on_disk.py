@@ -49,6 +49,7 @@ def on_host(rows: Rows) -> Rows:
     return {kind: [("host" if place == "disk" else place, a, b) for place, a, b in of] for kind, of in rows.items()}
 
 
+@pytest.mark.slow
 def test_gradients_and_bytes_of_plans_that_spill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written, read = Counted(os.pwritev), Counted(os.preadv)
     monkeypatch.setattr(os, "pwritev", written)
@@ -71,6 +72,7 @@ def test_gradients_and_bytes_of_plans_that_spill(tmp_path: Path, monkeypatch: py
         assert engine.memory.stats.peak_host_bytes == engine.host_bytes == engine.swap.memory.host + bounce
 
 
+@pytest.mark.slow
 def test_a_full_disk_refuses_the_plan_and_the_engine_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -165,6 +167,7 @@ def train(steps: int, disk: Path | None, **settings: Any) -> Result:
     return fit(strategy, LanguageModel(build), data, max_steps=steps, max_epochs=9, **settings)
 
 
+@pytest.mark.slow
 def test_training_is_resumed_with_the_plan_that_spills(disk: Path) -> None:
     saver = ModelCheckpoint("saved", every_n_train_steps=2, save_top_k=-1)
     whole = train(4, disk, callbacks=[saver], enable_checkpointing=True)

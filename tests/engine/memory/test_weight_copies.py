@@ -88,7 +88,7 @@ def test_no_copy_of_a_layers_weight_waits_for_the_backward(
         assert actual.distance(expected) <= 4 * 2**-9  # a few roundings of bf16, 2**-9 of a value at most, differ
 
 
-@slow_if(lambda stream_from_host: stream_from_host == "hidden")
+@pytest.mark.slow
 @pytest.mark.parametrize("stream_from_host", ["hidden", "model"])
 def test_no_copy_for_a_slice_waits_for_the_backward(
     stream_from_host: StreamFromHost, monkeypatch: pytest.MonkeyPatch

@@ -76,7 +76,7 @@ def test_gradients_at_every_alpha_and_in_any_mix_of_slices(config: str) -> None:
             assert_like(under_test.step(batch), plain)
 
 
-@slow_if(lambda config, stream_from_host: stream_from_host != "model" or config != "Lfm2Config")
+@pytest.mark.slow
 @pytest.mark.parametrize("stream_from_host", ["attention", "hidden", "model"])
 @pytest.mark.parametrize("config", HYBRIDS)
 def test_host_backed_slices(config: str, stream_from_host: Any) -> None:
@@ -98,7 +98,7 @@ def test_a_later_layer_whose_attention_needs_all_tokens_is_refused_slice_by_slic
         under_test.profile_step(make_batch())
 
 
-@slow_if(lambda config: config != "Qwen3NextConfig")
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["Qwen3NextConfig", "FalconH1Config"])
 def test_sequences_of_many_chunks(config: str) -> None:
     batch, plain = make_batch(600, rows=1), loss_and_gradients(make_hybrid(config), make_batch(600, rows=1))
@@ -111,7 +111,7 @@ def test_sequences_of_many_chunks(config: str) -> None:
         assert_like(under_test.step(batch), plain)
 
 
-@slow_if(lambda config: config == "BambaConfig")
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["Qwen3NextConfig", "BambaConfig", "Lfm2Config"])
 def test_padding_on_both_sides(config: str) -> None:
     batch = make_batch()
@@ -138,7 +138,7 @@ def without_recurrences(model: nn.Module) -> None:
         p.requires_grad_("self_attn" in name)
 
 
-@slow_if(lambda config, freeze: (config == "BambaConfig") != (freeze is without_recurrences))
+@pytest.mark.slow
 @pytest.mark.parametrize("freeze", [without_input_gradients, without_recurrences])
 @pytest.mark.parametrize("config", ["Qwen3NextConfig", "BambaConfig"])
 def test_frozen_weights(config: str, freeze: Callable[[nn.Module], None]) -> None:
@@ -164,7 +164,7 @@ def test_evaluation_in_slices() -> None:
     torch.testing.assert_close(loss, plain, rtol=1e-6, atol=0)
 
 
-@slow_if(lambda stream_from_host: stream_from_host == "none")
+@pytest.mark.slow
 @pytest.mark.parametrize(("stream_from_host", "profiled"), [("none", None), ("attention", 64)])
 def test_slots_have_room_for_states(stream_from_host: Any, profiled: int | None) -> None:
     batch = make_batch(256)

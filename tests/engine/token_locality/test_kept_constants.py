@@ -100,6 +100,7 @@ class HeldByThread(PlainBlock):
         return y
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:.*as one slice")
 def test_what_a_thread_is_about_to_let_go_of_is_not_kept() -> None:
     compare(blocks(HeldByThread), {"alpha": 0.5, "slice_tokens": 8})
@@ -126,6 +127,7 @@ def test_constants_that_a_head_makes() -> None:
     forget()
 
 
+@pytest.mark.slow
 def test_constants_that_something_fake_was_written_to_are_refused() -> None:
     def last(block: PlainBlock) -> Tensor:
         KEPT["last"] = torch.zeros(32).copy_(block.out.bias)

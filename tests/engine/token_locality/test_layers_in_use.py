@@ -232,7 +232,7 @@ class Annealing(Recording):
             batch[name] = batch[name][:, : 48 - batch_idx]
 
 
-@slow_if(lambda settings: settings is HOST)
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"alpha": 0.5}, HOST])
 def test_numbers_that_change_in_each_step(settings: dict[str, Any], recwarn: pytest.WarningsRecorder) -> None:
     compare(blocks(Annealed), settings, Annealing, steps=20)

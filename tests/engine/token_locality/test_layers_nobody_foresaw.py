@@ -348,6 +348,7 @@ def test_arguments_that_change_while_training(kind: Callable[[bool], Any]) -> No
     assert_equal(mixed, loss_and_gradients(model, BATCH))
 
 
+@pytest.mark.slow
 def test_numbers_that_differ_in_each_call_end_slices() -> None:
     torch.manual_seed(0)
     model = TellingModel([Told(n) for n in range(LAYERS)], Options, lambda *_: False)

@@ -208,6 +208,7 @@ def test_copies_of_weights_that_are_rounded(kind: type[nn.Module], alpha: float)
     check(blocks(kind), {"alpha": alpha})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [s for s in CUT if s not in WHOLE])
 def test_layers_that_catch_exceptions_are_cut(settings: dict[str, Any]) -> None:
     check(blocks(Catching), settings)

@@ -104,13 +104,13 @@ def test_modules_that_relate_tokens_are_refused(part: str, module: Callable[[], 
         step(model)
 
 
-@slow_if(lambda part: part != "model.norm")
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_what_keeps_tokens_apart_is_trained(part: str) -> None:
     step(build(part, lambda x: F.gelu(x) + 0.5 * x.cumsum(-1) / x.shape[-1]))
 
 
-@slow_if(lambda family: family in ("gemma", "phi"))
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama_gqa", "gemma", "mixtral", "phi"])
 def test_ordinary_models_are_trained(family: str) -> None:
     step(FAMILIES[family].build())
@@ -129,7 +129,7 @@ def test_code_of_the_model_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None
         step(model)
 
 
-@slow_if(lambda name: name != "model.embed_tokens.weight")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.down_proj.weight", "model.embed_tokens.weight"])
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_hooks_on_parameters_are_refused(name: str, register: str) -> None:
@@ -153,6 +153,7 @@ class DrawingMLP(LlamaMLP):
         return F.dropout(y) if self.each_token else y * (torch.rand(x.shape[0], 1, 1) < 0.5)
 
 
+@pytest.mark.slow
 def test_what_is_drawn_for_all_tokens_is_refused() -> None:
     model: Any = build()
     for layer in model.model.layers:
@@ -193,7 +194,7 @@ def test_a_proof_leaves_no_trace() -> None:
 RESTARTING = (torch.arange(61) % 13).expand(2, -1)
 
 
-@slow_if(lambda others: len(others) == 1 or others["use_cache"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "others",
     [
@@ -214,6 +215,7 @@ def padded(*, labels: bool) -> dict[str, Tensor]:
     return BATCH | {"attention_mask": mask, "labels": given}
 
 
+@pytest.mark.slow
 def test_padding_without_labels_is_trained() -> None:
     batch = padded(labels=False)
     step(build(), batch)

@@ -202,6 +202,7 @@ def proofs_of_training(settings):
     return proofs.call_count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"zero_stage": 3}, {"zero_stage": 1}, {"tensor_parallel_size": 2}], ids=str)
 def test_layers_that_are_divided_over_processes_are_proven_once(settings):
     """FSDP2 and the styles of tensor parallelism give each layer objects of its own."""

@@ -69,6 +69,7 @@ def test_trains_as_plain_training_or_refuses(chunk: int) -> None:
     assert trained >= len(seeds) // 2  # refusing is no way out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_folder")
 @pytest.mark.parametrize("seed", [342])  # compared on two tokens of two sequences
 def test_once_refused_without_need(seed: int) -> None:
@@ -89,6 +90,7 @@ def _no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LayerState, "restore_random", lambda _: None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_folder")
 @pytest.mark.parametrize(("plant", "seeds"), [(_no_proof, (11, 20, 24)), (_no_join, (14, 28, 67)), (_no_state, (0, 3))])
 def test_planted_faults_are_noticed(monkeypatch: pytest.MonkeyPatch, plant: Any, seeds: tuple[int, ...]) -> None:

@@ -132,6 +132,7 @@ def appends_loss_of_weights(block: Any, x: Tensor) -> None:
     LOSSES.append(block.out.weight.square().mean())
 
 
+@pytest.mark.slow
 def test_losses_of_weights_are_refused() -> None:
     """They depend on no input."""
     with pytest.raises(ValueError, match=KEEPS):

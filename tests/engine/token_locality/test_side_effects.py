@@ -166,6 +166,7 @@ def sends(block: Any, x: Tensor) -> None:
         threading.Thread(target=lambda sent: time.sleep(0.3), args=[x * 2]).start()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error:.*as one slice")
 def test_tensors_that_another_thread_still_sends_are_not_kept() -> None:
     """Process groups hold what a collective has sent until a thread of theirs has seen that it ended."""

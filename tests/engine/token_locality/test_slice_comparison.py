@@ -260,6 +260,7 @@ def test_a_run_that_needs_slices_ends() -> None:
     assert "\n" not in str(e.value)
 
 
+@pytest.mark.slow
 def test_a_plan_by_kind_is_replaced_by_one_of_whole_layers() -> None:
     with pytest.warns(UserWarning, match=r"Opening does not .* \(keys\)\. From now on, layers run as one slice"):
         result = fit(MemoStrategy(plan_memory=False, device_memory="1100KiB"), Opened(opening_model), max_steps=8)

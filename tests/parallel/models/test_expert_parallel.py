@@ -112,7 +112,7 @@ def _bytes_of_weights(trainer: Any) -> dict[str, Any]:
     return {"experts": held[True], "others": held[False]}
 
 
-@slow_if(lambda configuration: configuration not in ("ep2", "dp4 ep2 zero3"))
+@pytest.mark.slow
 @pytest.mark.parametrize("configuration", ["ep2", "ep2 zero3", "dp4 ep2 zero0", "dp4 ep2 zero3", "ep2 x tp2"])
 def test_bytes_of_weights(configuration: str) -> None:
     size, settings = CONFIGURATIONS[configuration]
@@ -166,7 +166,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], t
     return trained
 
 
-@slow_if(lambda of, to: (of, to) != ("dp4 ep2 zero3", "dp2 zero3"))
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("of", "to"), [(of, to) for of in ("ep2 x tp2+sp", "dp4 ep2 zero3") for to in TOPOLOGIES if to in RESUMED | {of}]
 )

@@ -14,7 +14,6 @@ from lightning.pytorch import Callback, Trainer
 from support.architectures.hybrids import HYBRIDS, make_hybrid
 from support.devices import skip_ring_on_cuda
 from support.families import VOCABULARY
-from support.markers.slow import slow_if
 from support.parallel_training import LR, Run, Texts, train, train_alone, train_together
 from support.processes import ProcessError, run_in_processes
 from support.samples.configurations import BOUND, CONFIGURATIONS
@@ -49,7 +48,7 @@ MORE = {
 OTHERS = zip(itertools.product(HYBRIDS, WAYS), itertools.cycle((0.0, 0.5, 1.0)), strict=False)
 
 
-@slow_if(lambda config, configuration, alpha: (config, configuration, alpha) not in QUICK)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "configuration", "alpha"), sorted(QUICK.union(MORE, ((*case, alpha) for case, alpha in OTHERS)))
 )
@@ -65,7 +64,7 @@ OTHER_SLICES = zip(
 )  # fmt: skip
 
 
-@slow_if(lambda config, configuration, stream_from_host: (config, configuration, stream_from_host) not in QUICK_SLICES)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "configuration", "stream_from_host"),
     sorted(QUICK_SLICES.union(MORE_SLICES, ((*case, backed) for case, backed in OTHER_SLICES))),
@@ -75,7 +74,7 @@ def test_slices(config: str, configuration: str, stream_from_host: str) -> None:
     check(configuration, run, alpha=0.5, slice_tokens=7, stream_from_host=stream_from_host)
 
 
-@slow_if(lambda config, configuration: (config, configuration) != ("BambaConfig", "cp2 ring"))
+@pytest.mark.slow
 @pytest.mark.parametrize("configuration", ["cp2 ring", "cp2 ulysses", "cp3 ring"])
 @pytest.mark.parametrize("config", ["Qwen3NextConfig", "BambaConfig", "FalconH1Config"])
 def test_long_rows_with_padding(config: str, configuration: str) -> None:
@@ -83,7 +82,7 @@ def test_long_rows_with_padding(config: str, configuration: str) -> None:
     check(configuration, run, alpha=0.5)
 
 
-@slow_if(lambda config, configuration: (config, configuration) != ("Qwen3NextConfig", "cp2 ring"))
+@pytest.mark.slow
 @pytest.mark.parametrize("configuration", ["cp2 ring", "dp2 x cp2", "dp2 x cp2 zero3 ulysses"])
 @pytest.mark.parametrize("config", ["Qwen3NextConfig", "BambaConfig", "Lfm2Config"])
 def test_batches_of_other_lengths(config: str, configuration: str) -> None:
@@ -102,7 +101,7 @@ def frozen(config: str, trained: str) -> nn.Module:
 FROZEN = {trained: functools.partial(frozen, "BambaConfig", trained) for trained in ("A_log", "self_attn", "mamba.D")}
 
 
-@slow_if(lambda trained: trained != "mamba.D")
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", FROZEN)
 def test_frozen_weights(trained: str) -> None:
     """States have gradients in some layers only. Those of the first layer do not depend on the weight D."""
@@ -131,7 +130,7 @@ class CountsMessages(Callback):
         self._patch.stop()
 
 
-@slow_if(lambda alpha: alpha == 1)
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_a_recomputation_sends_nothing(alpha: float) -> None:
     """Each layer with a recurrence has a convolution, too: the first process sends states, the second one gradients."""
@@ -162,7 +161,7 @@ def evaluate(run: Run, settings: dict[str, Any]) -> tuple[float, float]:
     return before, trainer.callback_metrics["val_loss"].item()
 
 
-@slow_if(lambda settings: bool(settings))
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"slice_tokens": 8, "stream_from_host": "attention"}])
 def test_validation_with_a_cache_and_another_length(settings: dict[str, Any]) -> None:
     run = Run(family=MODELS["Qwen3NextConfig"], tokens=45, steps=1)
@@ -204,6 +203,7 @@ def test_refused_in_one_line(run: Run, why: str) -> None:
         run_in_processes(2, train, run, {"context_parallel_size": 2})
 
 
+@pytest.mark.slow
 def test_a_later_layer_whose_attention_needs_all_tokens_is_refused_where_slices_are_divided() -> None:
     """The first layer has no attention, and the batch is laid out for slices before the second one runs."""
     run = Run(family=functools.partial(make_hybrid, "Qwen3NextConfig", attention_dropout=0.1), tokens=61)

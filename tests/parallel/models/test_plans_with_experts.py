@@ -40,7 +40,7 @@ KINDS: dict[str, tuple[int, Any, dict[str, Any]]] = {
 }
 
 
-@slow_if(lambda case: case != "shared sequences")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", KINDS)
 def test_plans_by_kind_of_tensor(case: str) -> None:
     """All processes have one plan, whatever their loads are."""
@@ -66,7 +66,7 @@ class ChangingLoads(Callback):
                 m.e_score_correction_bias[:2] += 10.0
 
 
-@slow_if(lambda case_id: case_id == "kinds")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [{"alpha": 1.0, "plan_memory": True}, {"test_mode": BY_KIND, "device_memory": "4MiB"}],
@@ -163,6 +163,7 @@ def test_the_costs_of_layers_include_exchanges() -> None:
     assert 3 * _SLOW_SECONDS < call.backward_seconds < 5 * _SLOW_SECONDS
 
 
+@pytest.mark.slow
 def test_divided_experts_save_what_whole_ones_do() -> None:
     """Except for some numbers for each row."""
     run, settings = Run(family="qwen3_moe", tokens=300, steps=1, layers=4), {"alpha": 0.5}

@@ -26,7 +26,7 @@ def check(configuration: str, run: Run, alpha: float = 0.5) -> None:
     assert all(errors[part] <= BOUND for part in ("loss", "norm", "gradients")), f"{configuration}: {errors}"
 
 
-@slow_if(lambda case_id: case_id != "tp2+sp-mixtral_balanced")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("configuration", "family"),
     [
@@ -65,6 +65,7 @@ def load_balancing_loss_func(gate_logits: tuple[Tensor, ...], *_: Any) -> Tensor
     return torch.stack([logits.logsumexp(-1).square().mean() for logits in gate_logits]).mean()
 
 
+@pytest.mark.slow
 def test_sums_are_fp32_in_bf16_training() -> None:
     """In bf16, counts of tokens would end at 256."""
     run = Run(family="mixtral_balanced", tokens=300, steps=2, layers=3, precision="bf16-true")

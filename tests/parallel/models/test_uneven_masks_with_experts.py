@@ -11,7 +11,6 @@ import torch.distributed as dist
 from support.architectures.mixtures import lopsided
 from support.devices import DEVICE
 from support.families import FAMILIES
-from support.markers.slow import slow_if
 from support.modes import JOINT
 from support.parallel_training import Run, train_alone, train_together
 from support.processes import run_in_processes
@@ -89,7 +88,7 @@ WAYS: dict[str, dict[str, Any]] = {
 QUICK = {(padded_later, "alpha"), (prefix_later, "slices"), (prefix_first, "slices on the device")}
 
 
-@slow_if(lambda change, way: (change, way) not in QUICK)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "way"),
     # In one process as well, the first batch shows that keys and values cannot be on the host.
@@ -102,7 +101,7 @@ def test_masks_on_one_process_only(change: Callable[[int, Row], Row], way: str) 
     assert all(error <= BOUND for error in errors.values()), errors
 
 
-@slow_if(lambda family, size, settings: family != "qwen3_moe" or settings != {})
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "size", "settings"),
     [

@@ -95,7 +95,7 @@ def check(
         assert max(found.values()) < BOUND, found
 
 
-@slow_if(lambda model, settings: "slice_tokens" not in settings and (model, settings["alpha"]) != ("qwen3_vl", 0.5))
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [{"alpha": 0.0}, {"alpha": 0.5}, {"alpha": 1.0}, {"alpha": 0.5, "slice_tokens": 16}],
@@ -115,7 +115,7 @@ OTHERS = zip(itertools.product(MODELS, ("ring", "ulysses"), ROWS), itertools.cyc
 CASES = sorted(QUICK.union(MORE, ((*case, alpha) for case, alpha in OTHERS)))
 
 
-@slow_if(lambda model, method, rows, alpha: (model, method, rows, alpha) not in QUICK)
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "method", "rows", "alpha"), CASES)
 def test_two_processes(model: str, method: str, rows: str, alpha: float) -> None:
     settings = {"ring": RING, "ulysses": ULYSSES}[method] | {"alpha": alpha}

@@ -8,7 +8,6 @@ from typing import Any
 import peft
 import pytest
 from support.families import FAMILIES
-from support.markers.slow import slow_if
 from support.parallel_training import MODELS, Run, train_alone, train_together
 from support.processes import ProcessError
 from support.samples.configurations import BOUND
@@ -30,7 +29,7 @@ def run_of(family: str, kind: str, **other: Any) -> Run:
     return Run(family=functools.partial(_adapted, family, kind), tokens=45, batch=4, layers=4, clip=0.5, **other)
 
 
-@slow_if(lambda kind, settings, family: settings or (family, kind) != ("llama_tied", "lora"))
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "kind"),
     [("llama", "lora"), ("llama", "tokens"), ("llama", "saved"), ("llama_tied", "lora"), ("llama_tied", "saved")],

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from support.architectures.older_models import make_older
-from support.markers.slow import slow_if
 from support.parallel_training import Run, train_alone, train_together
 from support.samples.configurations import BOUND
 from torch import nn
@@ -31,7 +30,7 @@ def names_before(model: nn.Module, layers: nn.ModuleList) -> list[str]:
     return [names[m].rpartition(".")[2] for m in before_layers(model, list(layers))]
 
 
-@slow_if(lambda name, others, blocks: others == NARROW or (name, blocks, bool(others)) != ("OPT", 2, True))
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize(("name", "others"), TRAINED, ids=str)
 def test_trains_as_one_process(name: str, others: dict[str, Any], blocks: int) -> None:

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from support.devices import DEVICE
-from support.markers.slow import slow_if
 from support.parallel_training import Run, train
 from support.processes import Group, ProcessError, run_in_processes
 from torch import Tensor, nn
@@ -111,7 +110,7 @@ CASES = [(0, "forward"), (3, "loss"), (2, "backward"), (1, "backward"), (1, "mem
 QUICK = {(0, "forward", 3, 2), (3, "loss", 2, 1)}
 
 
-@slow_if(lambda rank, place, zero_stage, blocks: (rank, place, zero_stage, blocks) not in QUICK)
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("zero_stage", [2, 3])
 @pytest.mark.parametrize(("rank", "place"), CASES)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, Trainer
 from support.devices import skip_ring_on_cuda
-from support.markers.slow import slow_if
 from support.parallel_training import Run, train_alone, train_together
 from support.processes import ProcessError
 from support.samples.configurations import BOUND
@@ -48,7 +47,7 @@ def check(run: Run, settings: dict[str, Any], stages: int = 2, processes: int | 
     return outcome.notes
 
 
-@slow_if(lambda alpha, accumulate: (alpha, accumulate) != (0.5, 1))
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 def test_equals_one_process_at_every_alpha(alpha: float, accumulate: int) -> None:
@@ -60,7 +59,7 @@ def test_equals_one_process_at_every_alpha(alpha: float, accumulate: int) -> Non
     assert all(0 <= host - peak <= host / 3 for host, peak in zip(notes["host"], notes["peak"], strict=True))
 
 
-@slow_if(lambda family: family != "llama_tied")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", ["llama_tied", "gemma3_mixed_windows", "llama_lora", "gemma", "qwen3", "llama_frozen_below", "mixtral"]
 )

@@ -62,7 +62,7 @@ def _losses(family: str, sizes: str, checkpoint: Path, resume: bool, precision: 
     return [sum(losses) / size for losses in zip(*(o.losses for o in outcomes), strict=True)]
 
 
-@slow_if(lambda of, to, family: (of, to, family) != ("pp2", "one", "llama_tied"))
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama_tied", "llama_gqa"])
 @pytest.mark.parametrize(("of", "to"), CHAINS)
 def test_goes_on_with_other_sizes(family: str, of: str, to: str, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def _export(family: str, sizes: str, folder: str) -> Outcome:
     return train(_run_of(family), SIZES[sizes][1] | {"alpha": 0.5}, export)
 
 
-@slow_if(lambda family, sizes: family == "llama_gqa" or sizes != "pp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama_gqa", "llama_tied"])
 @pytest.mark.parametrize("sizes", ["pp2", "pp2 v2", "pp2 x tp2", "pp2 x dp2 zero1", "pp2 x dp2 zero3"])
 def test_a_trained_model_is_exported(sizes: str, family: str, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_an_optimizer_in_another_order_is_refused_where_states_have_numbers(to: 
     assert all("in another order than the model, so that the stages of a pipeline cannot tell" in e for e in errors)
 
 
-@slow_if(lambda to: to != "pp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["pp2", "one"])
 def test_an_optimizer_in_another_order_goes_on_where_states_have_names(to: str, tmp_path: Path) -> None:
     losses = run_in_processes(2, _train_groups, _by_name, "llama_gqa", "pp2", str(tmp_path), False)[0]
@@ -149,7 +149,7 @@ def test_an_optimizer_in_another_order_goes_on_where_states_have_names(to: str, 
         assert resumed == pytest.approx(losses[SAVED_AFTER:], rel=1e-5)
 
 
-@slow_if(lambda of, to: (of, to) != ("pp2", "one"))
+@pytest.mark.slow
 @pytest.mark.parametrize(("of", "to"), [("pp2", "one"), ("one", "pp2"), ("pp2", "pp2 v2")])
 def test_groups_go_on_with_their_settings(of: str, to: str, tmp_path: Path) -> None:
     """The last stage has the tied head in the group that is empty in one process."""
@@ -178,6 +178,7 @@ def _add_groups(checkpoint: str) -> tuple[list[str], list[dict[str, Any]]]:
     return lines, saved["optimizer_0"]["param_groups"]
 
 
+@pytest.mark.slow
 def test_groups_that_stages_add_later_are_saved(tmp_path: Path) -> None:
     (lines, groups), _ = run_in_processes(2, _add_groups, str(tmp_path))
     assert [group["lr"] for group in groups] == [2e-3, 0.5] and len(groups[1]["params"]) == 1

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from support.devices import DEVICE, skip_ring_on_cuda
-from support.markers.slow import slow_if
 from support.modes import BY_ALPHA, BY_KIND
 from support.parallel_training import Run, WatchAlpha, train_alone, train_together
 from support.processes import ProcessError, run_in_processes
@@ -61,7 +60,7 @@ class CountReductions(Callback):
         return self._reduce(*args, **kwargs)
 
 
-@slow_if(lambda alpha, accumulate, zero_stage: (alpha, accumulate, zero_stage) != (0.5, 4, 1))
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [0, 1])
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
@@ -71,7 +70,7 @@ def test_data_parallelism_reduces_gradients_once_for_each_step(alpha: float, acc
     assert notes["reductions"] == [STEPS * 3] * 4  # two layers, and the embedding or the head
 
 
-@slow_if(lambda divided, alpha: (divided, alpha) != ("cp2 ring", 0.5))
+@pytest.mark.slow
 @pytest.mark.parametrize(("alpha", "accumulate"), [(0.0, 1), (0.5, 1), (1.0, 4)])
 @pytest.mark.parametrize("divided", ["tp2", "tp2+sp", "cp2 ring", "cp2 ulysses"])
 def test_tensor_and_context_parallelism(divided: str, alpha: float, accumulate: int) -> None:

@@ -69,6 +69,7 @@ def _loss_of(module: LanguageModel) -> float:
     return sum(float(module.loss(batch)) for batch in _loader(3)) / len(_loader(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "settings", "precision"),
     [

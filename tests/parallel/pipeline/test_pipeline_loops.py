@@ -9,7 +9,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning
-from support.markers.slow import slow_if
 from support.parallel_training import Outcome, Run, train
 from support.processes import ProcessError, run_in_processes
 
@@ -76,7 +75,7 @@ def _train_thawing(sizes: dict[str, Any]) -> Outcome:
     return train(Run(family="llama_gqa", tokens=45, batch=4, layers=8, steps=5), sizes, callbacks=[Thaw()])
 
 
-@slow_if(lambda blocks: blocks > 1)
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_layers_that_are_trained_later_are_profiled(blocks: int) -> None:
     alone, *_ = run_in_processes(1, _train_thawing, {})
@@ -89,7 +88,7 @@ def _train(callback: type[Callback] | None) -> Outcome:
     return train(RUN, SETTINGS, callbacks=[] if callback is None else [callback()])
 
 
-@slow_if(lambda times: times == 1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("callback", "times"), [(SecondBackward, 2), (UnusedForward, 1)])
 def test_calls_outside_of_the_training_step_keep_gradients(callback: type[Callback], times: int) -> None:
     plain, found = (run_in_processes(2, _train, each) for each in (None, callback))

@@ -32,7 +32,7 @@ def by_rows(run: Run, alpha: float) -> Outcome:
     return train_together(1, rows, {"zero_stage": 1, "alpha": alpha})
 
 
-@slow_if(lambda family, alpha, blocks: (family, alpha, blocks) != ("llama_tied", 1.0, 1))
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama_gqa", "llama_tied", "llama_lora", "gemma3_mixed_windows"])
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 @pytest.mark.parametrize("blocks", [1, 2])
@@ -85,7 +85,7 @@ DIVIDED: dict[str, dict[str, Any]] = {
 }
 
 
-@slow_if(lambda family, divided: (family, divided) != ("llama_tied", "blocks"))
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama_tied", "gemma3_mixed_windows", "llama_lora"])
 @pytest.mark.parametrize("divided", DIVIDED)
 def test_distance_to_fp32(divided: str, family: str) -> None:

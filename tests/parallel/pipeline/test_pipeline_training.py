@@ -63,6 +63,7 @@ class HeadsByName(Callback):
             trainer.optimizers[0].add_param_group({"params": heads, "lr": 10 * group["lr"], "weight_decay": 0.5})
 
 
+@pytest.mark.slow
 def test_tied_weights_of_other_optimizer_groups_stay_equal() -> None:
     run = Run(family="llama_tied", tokens=45, batch=4, layers=8, steps=3, clip=0.5)
     outcome = train_together(2, run, {"pipeline_parallel_size": 2, "alpha": 0.5}, watch=HeadsByName)
@@ -83,7 +84,7 @@ def test_equals_one_process_at_every_alpha(alpha: float, accumulate: int) -> Non
     assert notes["peak"] == notes["host"] and notes["host"][0] == 4 * notes["host"][1] > 0  # 8 calls, and 4 - 2
 
 
-@slow_if(lambda family, device_memory, blocks: family != "llama_tied" or blocks == 1)
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize(
     ("family", "device_memory"),
@@ -101,6 +102,7 @@ def test_a_place_for_each_kind_of_tensor(family: str, device_memory: str, blocks
     assert blocks == 2 or notes["peak"] == notes["host"]
 
 
+@pytest.mark.slow
 def test_a_stage_without_a_plan_ends_all_in_one_line() -> None:
     """The last stage, with fewer activations in flight, has one."""
     run = Run(family="llama_gqa", tokens=45, batch=4, layers=8, steps=2)
@@ -110,7 +112,7 @@ def test_a_stage_without_a_plan_ends_all_in_one_line() -> None:
     assert "rank 0: rank" not in str(caught.value)
 
 
-@slow_if(lambda family: family != "gemma3_mixed_windows")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     ["llama_tied", "gemma3_mixed_windows", "llama_lora", "gemma", "qwen3", "gpt_neox", "llama_frozen_below", "mixtral"],
@@ -124,7 +126,7 @@ def test_kinds_of_models(family: str) -> None:
     assert all(errors[part] <= BOUND for part in PARTS if part != "weights" or family != "gpt_neox"), errors
 
 
-@slow_if(lambda config, blocks: config != "BambaConfig" or blocks > 1)
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("config", ["BambaConfig", "FalconH1Config", "NemotronHConfig", "Qwen3_5TextConfig"])
 def test_hybrid_models(config: str, blocks: int) -> None:
@@ -149,7 +151,7 @@ def test_three_stages_with_delays_and_poison() -> None:
     assert (notes["in_flight"], notes["calls"], notes["in_use"]) == ([3, 2, 1], [9, 6, 2], [0, 0, 0])
 
 
-@slow_if(lambda lengths, padded, packed: not lengths)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lengths", "padded", "packed"), [((48, 24, 60), False, False), ((), True, False), ((), False, True)]
 )
@@ -159,25 +161,27 @@ def test_rows_of_other_kinds(lengths: tuple[int, ...], padded: bool, packed: boo
     check(run, {"alpha": 0.5})
 
 
-@slow_if(lambda family: family != "gemma3_dynamic_rope")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama_dynamic_rope", "phi3_longrope", "gemma3_dynamic_rope"])
 def test_rotary_frequencies_are_those_of_the_whole_batch(family: str) -> None:
     """They depend on the largest position of all rows, and micro-batches have other ones."""
     check(Run(family=family, tokens=48, packed=True, uneven=True, batch=4, layers=4), {"alpha": 0.5})
 
 
-@slow_if(lambda case_id: case_id == "2")
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", [2, 3])
 def test_micro_batches_of_several_rows(micro_batch_size: int) -> None:
     """Three rows do not divide a batch of four: the micro-batches then have one."""
     check(RUN, {"alpha": 0.5, "micro_batch_size": micro_batch_size})
 
 
+@pytest.mark.slow
 def test_plain_training_where_memory_is_ample() -> None:
     notes = check(RUN, {})
     assert notes["calls"] == [8, 4]
 
 
+@pytest.mark.slow
 def test_a_small_host_budget_limits_alpha_by_the_micro_batches_in_flight() -> None:
     """With the same budget, the first stage swaps a smaller fraction: eight calls leave the device, two of the last."""
     settings = {"pipeline_parallel_size": 2, "test_mode": BY_ALPHA, "device_memory": "1MiB", "host_memory": "1MiB"}

@@ -100,14 +100,14 @@ def test_zero3_beside_other_settings(processes: int, settings: dict[str, Any]) -
     check(run_of(steps=7 if "plan_memory" in settings else STEPS), settings | {"zero_stage": 3}, processes)
 
 
-@slow_if(lambda zero_stage, blocks: (zero_stage, blocks) != (3, 2))
+@pytest.mark.slow
 @pytest.mark.parametrize(("zero_stage", "blocks"), [(2, 2), (3, 1), (3, 2)])
 def test_all_pipelines_run_one_by_one_if_one_of_them_profiles(zero_stage: int, blocks: int) -> None:
     """Only the rows of the second pipeline grow."""
     check(run_of(growing=True), {"zero_stage": zero_stage, "virtual_pipeline_size": blocks})
 
 
-@slow_if(lambda zero_stage: zero_stage != 3)
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [2, 3])
 def test_collectives_of_a_step(zero_stage: int) -> None:
     """Each of two stages has a layer, and the embedding or the head around it, whose weights stay gathered."""

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from support.architectures.mixtures import MIXTURES
 from support.devices import DEVICE, skip_ring_on_cuda
-from support.markers.slow import slow_if
 from support.modes import JOINT
 from support.parallel_training import Run, train, train_alone, train_together
 from support.processes import run_in_processes
@@ -36,7 +35,7 @@ def check(run: Run, settings: dict[str, Any], processes: int = 4) -> None:
     assert all(errors[part] <= BOUND for part in PARTS), errors
 
 
-@slow_if(lambda alpha, blocks, zero_stage: (alpha, blocks, zero_stage) != (0.5, 2, 1))
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
@@ -44,7 +43,7 @@ def test_equals_one_process(alpha: float, blocks: int, zero_stage: int) -> None:
     check(run_of(accumulate=2), {"alpha": alpha, "virtual_pipeline_size": blocks, "zero_stage": zero_stage})
 
 
-@slow_if(lambda family, settings, processes: settings != CONTEXT)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "settings", "processes"),
     [
@@ -62,7 +61,7 @@ def test_kinds_of_models_and_other_sizes(family: str, settings: dict[str, Any], 
     check(run_of(family), {"alpha": 0.5} | settings, processes)
 
 
-@slow_if(lambda rows, settings: rows != 1 or settings != {"alpha": 0.5})
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("settings", [{"alpha": 0.5}, {"alpha": 0.5, "test_mode": JOINT}, {"zero_stage": 3}], ids=str)
 def test_padding_in_some_micro_batches(rows: int, settings: dict[str, Any]) -> None:

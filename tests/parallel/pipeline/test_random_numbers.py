@@ -67,7 +67,7 @@ def test_stages_whose_layers_draw_other_amounts_draw_the_same_numbers(sizes: str
     assert len(set(noise[::2])) == len(set(losses)) == STEPS  # dropout differs from step to step, too
 
 
-@slow_if(lambda sizes: sizes != "stages")
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES)
 def test_numbers_are_those_without_a_pipeline_if_the_model_draws_none(sizes: str) -> None:
     expected = run_in_processes(2, _draw, 0.0, {})[0][1]

@@ -123,7 +123,7 @@ def sent(run: Run, stages: int, communication: str) -> Counter[str]:
     return train_together(2 * stages, run, settings, watch=partial(Collectives, SentBytes)).notes["counts"][0]
 
 
-@slow_if(lambda stages: stages == 2)
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2])
 def test_bytes_that_are_sent(stages: int) -> None:
     """Weights: half of bf16. Gradients: a quarter of bf16, an eighth of what is sent otherwise. Scales come on top."""
@@ -156,7 +156,7 @@ CONFIGURATIONS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@slow_if(lambda name, communication: (name, communication) not in (("zero3", "int4"), ("pp2 x dp2 zero3", "int8")))
+@pytest.mark.slow
 @pytest.mark.parametrize("communication", NEAR)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_training_is_near_that_with_exact_communication(name: str, communication: str) -> None:
@@ -168,7 +168,7 @@ def test_training_is_near_that_with_exact_communication(name: str, communication
     assert all(errors[part] <= bound for part, bound in NEAR[communication].items()), errors
 
 
-@slow_if(lambda alpha: alpha == 1)
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_recomputed_layers_use_the_weights_of_the_forward(alpha: float) -> None:
     """What is sent again for the backward is the same, so that gradients do not depend on what is recomputed."""
@@ -180,7 +180,7 @@ def test_recomputed_layers_use_the_weights_of_the_forward(alpha: float) -> None:
         assert (gradient - other.gradients[name]).norm() <= 1e-5 * gradient.norm()
 
 
-@slow_if(lambda family: family != "llama_frozen_below")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama_frozen_below", "llama_lora", "llama_tied"])
 def test_frozen_adapted_and_tied_weights(family: str) -> None:
     run = Run(family=family, batch=4)

@@ -61,6 +61,7 @@ def with_trained_norms(**sizes: Any) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_quantised_weights_are_not_rounded_again() -> None:
     """The backward has the weights of the forward, and results are those without neighbours."""
     run = Run(family=with_trained_norms, batch=4, layers=3)
@@ -116,7 +117,7 @@ class GroupSizes(Counting):
         return func(*args, **(kwargs or {}))
 
 
-@slow_if(lambda communication: communication == "none")
+@pytest.mark.slow
 @pytest.mark.parametrize("communication", ["none", "int8"])
 def test_weights_for_the_backward_come_from_neighbours(communication: str) -> None:
     """So that nothing crosses nodes for them."""
@@ -125,6 +126,7 @@ def test_weights_for_the_backward_come_from_neighbours(communication: str) -> No
         assert counts == Counter({4: UNITS * RUN.accumulate, 2: LAYERS * RUN.accumulate})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=str)
 def test_beside_other_sizes(other: dict[str, int]) -> None:
     """Stages of a pipeline gather weights from all processes for one of the two passes of a micro-batch."""

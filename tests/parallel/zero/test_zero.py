@@ -49,7 +49,7 @@ def train_penalised(run: Run, settings: dict[str, Any]) -> Outcome:
 SETTINGS = [{"zero_stage": 0}, {"zero_stage": 2}, {"zero_stage": 3}, {"zero_stage": 3, "zero_shard_size": 2}]
 
 
-@slow_if(lambda settings: settings != {"zero_stage": 3})
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_terms_of_the_loss_that_are_computed_from_weights(settings: dict[str, Any]) -> None:
     run = Run(family="llama_gqa", batch=4, layers=3)
@@ -71,7 +71,7 @@ class EvaluatesBeforeStep(Callback):
             module.model(input_ids=torch.arange(16, device=module.device)[None])
 
 
-@slow_if(lambda settings: settings != {"zero_stage": 3})
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_an_evaluation_before_the_optimizers_step_leaves_no_old_weights(settings: dict[str, Any]) -> None:
     run = Run(family="llama_gqa", batch=4, precision="bf16-mixed" if settings["zero_stage"] == 0 else "32-true")
@@ -137,6 +137,7 @@ def test_collectives_of_an_optimizer_step(stage: int) -> None:
         assert dict(+counts) == EXPECTED[stage]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "forwards", "backwards"), [("llama_frozen_below", 3, 1), ("llama_with_reference", 6, 3)]
 )
@@ -161,7 +162,7 @@ class HalvedGradients(Callback):
             gradient.mul_(0.5)
 
 
-@slow_if(lambda stages: stages == 1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2])
 def test_hooks_see_gradients_between_micro_batches(stages: int) -> None:
     """With ZeRO 2, too, for which FSDP2 keeps whole weights in the places of the parameters."""

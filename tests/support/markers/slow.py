@@ -1,7 +1,7 @@
 """Marks slow cases: `make test` leaves them out, `make test-slow` runs them, and CI runs a part of them.
 
-A case is slow if it combines settings that other cases cover one by one, draws more at random than others, or runs a
-whole benchmark or a long training.
+A case is slow if it combines settings that other cases cover one by one, draws more at random than others, runs a whole
+benchmark or a long training, or takes more than a second beside quicker cases of the same subject.
 """
 
 from __future__ import annotations

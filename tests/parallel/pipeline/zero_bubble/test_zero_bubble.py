@@ -82,7 +82,7 @@ COMBINED = {
 }
 
 
-@slow_if(lambda name: name != "bf16-mixed zero 1")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMBINED)
 def test_combined(name: str) -> None:
     settings, run, stages, processes = COMBINED[name]
@@ -90,7 +90,7 @@ def test_combined(name: str) -> None:
     assert [size > 0 for size in waiting] == [rank >= processes // stages for rank in range(processes)]
 
 
-@slow_if(lambda family: family != "gemma3_mixed_windows")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama_tied", "gemma3_mixed_windows"])
 def test_a_place_for_each_kind_of_tensor(family: str) -> None:
     budget = {"device_memory": "2000KiB", "host_memory": "600KiB"}
