@@ -1,4 +1,4 @@
-"""Bytes of slots on a disk, in blocks of its sectors, and of values that are sent in blocks with a scale each."""
+"""Bytes of slots on a disk, in blocks of its sectors."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from typing import Final
 BLOCK_BYTES: Final = 4096  # unit of direct I/O: offsets, sizes and addresses are multiples of it
 _CHUNK_BYTES: Final = 8 * 2**20  # large enough for the full bandwidth of a disk
 _LEAST_CHUNKS: Final = 4  # per slot: with fewer, the bounce buffers of a small slot would be much larger than the slot
-
-BLOCK: Final = 128
-"""Number of values with one scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +48,3 @@ class DiskLayout:
 def whole_blocks(size_bytes: int) -> int:
     """Round a size up to whole blocks of direct I/O."""
     return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
-
-
-def block_bytes(values: int, bits: int, scale_bytes: int) -> int:
-    """Return the bytes of some values in blocks, the last one filled up.
-
-    Args:
-        values: Number of values.
-        bits: Bits of a value.
-        scale_bytes: Bytes of a scale.
-    """
-    return -(-values // BLOCK) * (BLOCK * bits // 8 + scale_bytes)

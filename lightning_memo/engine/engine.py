@@ -379,8 +379,8 @@ class Engine:
         if sequence is not None and call.layer is self.layers[-1]:
             y, sequence.output = run_last_layer(run, x)
             return y
-        nested = not run.whole and (self.settings.joint_attention or run.joint_attention)
-        return run_schedule(run, x, given, nested)
+        joint_attention = not run.whole and (self.settings.joint_attention or run.joint_attention)
+        return run_schedule(run, x, given, joint_attention)
 
     def _begin_call(self, call: LayerCall, x: Tensor, key: int, swap: SwapPlan) -> LayerRun:
         tokens = call.tokens

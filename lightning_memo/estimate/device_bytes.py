@@ -13,12 +13,11 @@ from typing import Final
 
 import numpy as np
 
-from lightning_memo.artifacts.slot_layouts import BLOCK
 from lightning_memo.estimate.layer_operations import LayerProduct, later_products
 from lightning_memo.estimate.request import EstimateRequest, Parallelism
 from lightning_memo.estimate.saved_tensors import BF16, FP32, ElementBytes, readers_of_norm
 from lightning_memo.estimate.step_buffers import CHUNK_BYTES
-from lightning_memo.parallel.parallel_sizes import GRADIENT_BITS, WEIGHT_BITS, sent_bytes
+from lightning_memo.parallel.parallel_sizes import BLOCK, GRADIENT_BITS, WEIGHT_BITS, sent_bytes
 from lightning_memo.parallel.pipeline.stage_order import most_waiting
 from lightning_memo.planner.placement import Problem
 from lightning_memo.shapes.model_shape import ModelShape

@@ -9,7 +9,6 @@ import functools
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from lightning_memo.artifacts.slot_layouts import BLOCK
 from lightning_memo.estimate.cluster import Cluster
 from lightning_memo.estimate.device_bytes import device_parameters, device_trained_parameters, received_tokens
 from lightning_memo.estimate.layer_operations import later_products, norm_traffic, traffic_of_layer
@@ -17,7 +16,7 @@ from lightning_memo.estimate.request import EstimateRequest, Parallelism
 from lightning_memo.estimate.saved_tensors import FP32, ElementBytes, LayerActivations
 from lightning_memo.estimate.slice_settings import Slices
 from lightning_memo.estimate.step_buffers import CHUNK_BYTES
-from lightning_memo.parallel.parallel_sizes import GRADIENT_BITS, WEIGHT_BITS, sent_bytes
+from lightning_memo.parallel.parallel_sizes import BLOCK, GRADIENT_BITS, WEIGHT_BITS, sent_bytes
 from lightning_memo.parallel.pipeline.stage_order import training_order
 from lightning_memo.shapes.model_shape import SINGLE_OPERATIONS, ModelShape
 from lightning_memo.utils.units import format_bytes

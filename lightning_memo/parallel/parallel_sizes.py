@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from lightning_memo.artifacts.slot_layouts import block_bytes
 from lightning_memo.config import MemoConfig
 
 
@@ -152,6 +151,9 @@ def choose_ulysses(context_size: int, heads: int, kv_heads: int) -> int:
     return even if even > 1 else max(divisors)
 
 
+BLOCK: Final = 128
+"""Number of values that are sent with one scale."""
+
 SCALE_BYTES: Final = 4
 
 WEIGHT_BITS: Final = 8
@@ -161,5 +163,5 @@ GRADIENT_BITS: Final = {"int8": 8, "int4": 4}
 
 
 def sent_bytes(values: int, bits: int) -> int:
-    """Return the bytes in which some values are sent."""
-    return block_bytes(values, bits, SCALE_BYTES)
+    """Return the bytes in which some values of `bits` bits each are sent: in blocks, of which the last is filled up."""
+    return -(-values // BLOCK) * (BLOCK * bits // 8 + SCALE_BYTES)

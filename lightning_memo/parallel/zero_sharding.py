@@ -55,11 +55,10 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from lightning_memo.artifacts.slot_layouts import BLOCK
 from lightning_memo.parallel.device_mesh import ExpertMeshes
 from lightning_memo.parallel.fsdp_units import fsdp_units, parameter_groups
 from lightning_memo.parallel.local_tensors import local_part
-from lightning_memo.parallel.parallel_sizes import GRADIENT_BITS, SCALE_BYTES, WEIGHT_BITS, sent_bytes
+from lightning_memo.parallel.parallel_sizes import BLOCK, GRADIENT_BITS, SCALE_BYTES, WEIGHT_BITS, sent_bytes
 from lightning_memo.parallel.tensor.experts import sharded_experts
 from lightning_memo.utils.around_forward import is_in_backward
 

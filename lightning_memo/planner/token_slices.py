@@ -276,11 +276,9 @@ def stored_bytes(
     return total
 
 
-def slot_bytes(
-    saved: Sequence[SavedBytes], tokens: int, slices: Sequence[TokenRange], joint_attention: bool = False
-) -> int:
+def slot_bytes(saved: Sequence[SavedBytes], tokens: int, slices: Sequence[TokenRange]) -> int:
     """Bytes of the slot that holds all slices of a layer call; see `stored_bytes` for the arguments."""
-    return stored_bytes(saved, tokens, slices, *MOVED, joint_attention=joint_attention)
+    return stored_bytes(saved, tokens, slices, *MOVED)
 
 
 def memory_of_plan(
@@ -364,18 +362,18 @@ def in_slot(item: SavedBytes, part_tokens: int, tokens: int) -> int:
     return aligned(share(item, part_tokens, tokens))
 
 
-def why_not_stored(plan: StoragePlan, nested: bool) -> str:
+def why_not_stored(plan: StoragePlan, joint_attention: bool) -> str:
     """Return why no layer can run by a plan, which may come from a file; empty if layers can.
 
     Args:
         plan: The plan.
-        nested: Whether attention runs over all slices of a layer at once.
+        joint_attention: Whether attention runs over all slices of a layer at once.
     """
-    wrong = (why for call in plan.calls if (why := _why_not(call, plan.tokens, nested)))
+    wrong = (why for call in plan.calls if (why := _why_not(call, plan.tokens, joint_attention)))
     return next(wrong, "")
 
 
-def _why_not(call: CallPlan, tokens: int, nested: bool) -> str:
+def _why_not(call: CallPlan, tokens: int, joint_attention: bool) -> str:
     kinds = {r.kind: [o for o in call.ranges if o.kind == r.kind] for r in call.ranges}
     for kind, ranges in kinds.items():
         ordered = sorted(ranges, key=lambda r: r.start)
@@ -384,7 +382,7 @@ def _why_not(call: CallPlan, tokens: int, nested: bool) -> str:
             return f"ranges of {kind} overlap, or leave the {tokens} tokens"
     if call.tokens(INPUT) != tokens:
         return "layer inputs have no place for some tokens"
-    if nested and call.tokens(ATTENTION) != tokens:
+    if joint_attention and call.tokens(ATTENTION) != tokens:
         return "attention runs over all tokens at once, and its outputs have no place for some of them"
     needy = (r for r in call.ranges if r.kind == OTHER)
     stored = [range(r.start, r.stop) for r in call.ranges if r.kind == ATTENTION]

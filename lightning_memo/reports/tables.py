@@ -28,11 +28,11 @@ from lightning_memo.artifacts.costs import (
 )
 from lightning_memo.artifacts.plan import CallPlan, Plan, StoragePlan
 from lightning_memo.planner.explain_plan import ResourceSensitivity, resource_sensitivities
+from lightning_memo.planner.step_time import stored_bytes_of
 from lightning_memo.utils.units import format_bytes, format_seconds
 
 _MOST_CALLS: Final = 8  # layer calls named in a line
 _MOST_RANGES: Final = 3  # ranges of layer calls named in a cell
-_MOVED_AND_KEPT: tuple[tuple[Place, ...], ...] = (MOVED, ("device",))
 _PLACES: dict[Place, str] = {"device": "kept", "host": "swapped", "disk": "on the disk"}
 _NAMES = {INPUT: "layer input", ATTENTION: "attention output", OTHER: "everything else"}
 
@@ -105,14 +105,7 @@ def _stored_call_bytes(call: CallCosts, stored: CallPlan, tokens: int) -> tuple[
         stored: Plan of the call.
         tokens: Tokens of the call.
     """
-    moved, kept = (
-        sum(
-            -(-size * stored.tokens(kind, place) // tokens)
-            for place in places
-            for kind, size in zip(call.kinds, call.sizes, strict=True)
-        )
-        for places in _MOVED_AND_KEPT
-    )
+    moved, kept = stored_bytes_of(call, stored, tokens, *MOVED), stored_bytes_of(call, stored, tokens, "device")
     whole = dict(zip((INPUT, ATTENTION, OTHER), call.sizes, strict=False))
     again = sum(size * (tokens - stored.tokens(kind)) // tokens for kind, size in whole.items())
     return moved, again, kept

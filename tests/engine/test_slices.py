@@ -31,7 +31,7 @@ from support.harness import (
 from support.markers.slow import slow_if
 from torch import Tensor, nn
 
-from lightning_memo.artifacts.costs import Place
+from lightning_memo.artifacts.costs import MOVED, Place
 from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.copy_streams import ThreadCopyStream
 from lightning_memo.engine.forward.autocast import autocast_inputs
@@ -51,6 +51,7 @@ from lightning_memo.planner.token_slices import (
     TokenRange,
     aligned,
     slot_bytes,
+    stored_bytes,
 )
 
 KEEP, SWAP, RECOMPUTE = KEPT, SWAPPED, RECOMPUTED
@@ -253,7 +254,9 @@ saved_tensors = st.lists(st.builds(SavedBytes, kinds, st.integers(1, 10**6), st.
 def test_slots_grow_with_alpha(saved: list[SavedBytes], tokens: int, a: float, b: float, joint: bool) -> None:
     """Apart from alignment and tensors whose size does not depend on tokens, of which two slices have two."""
     low, high = sorted((a, b))
-    sizes = [slot_bytes(saved, tokens, slices_at(tokens, alpha), joint) for alpha in (low, high)]
+    sizes = [
+        stored_bytes(saved, tokens, slices_at(tokens, alpha), *MOVED, joint_attention=joint) for alpha in (low, high)
+    ]
     slack = len(saved) * 2 * ALIGNMENT_BYTES + sum(item.size_bytes for item in saved if not item.per_token)
     assert sizes[0] <= sizes[1] + slack
 
@@ -263,7 +266,7 @@ def test_slots_hold_what_is_always_swapped_and_no_more_than_all(
     saved: list[SavedBytes], tokens: int, alpha: float, longest: int | None, joint: bool
 ) -> None:
     slices = slices_at(tokens, alpha, longest)
-    size = slot_bytes(saved, tokens, slices, joint)
+    size = stored_bytes(saved, tokens, slices, *MOVED, joint_attention=joint)
     always = sum(item.size_bytes for item in saved if item.kind in ("input", "out", "lse"))
     most = sum(
         item.size_bytes * (1 if item.per_token else len(slices)) + 2 * ALIGNMENT_BYTES * len(slices) for item in saved
@@ -286,7 +289,8 @@ def test_slot_bytes_of_a_layer() -> None:
     assert slot_bytes(saved, 100, _ranges((50, SWAP), (50, RECOMPUTE))) == both_lse + half_of_other
     # The second slice attends to the keys and values of the first.
     assert slot_bytes(saved, 100, _ranges((50, RECOMPUTE), (50, RECOMPUTE))) == both_lse + 1600 + 1600
-    assert slot_bytes(saved, 100, _ranges((50, RECOMPUTE), (50, RECOMPUTE)), True) == whole
+    slices = _ranges((50, RECOMPUTE), (50, RECOMPUTE))
+    assert stored_bytes(saved, 100, slices, *MOVED, joint_attention=True) == whole
     assert slot_bytes(saved, 100, _ranges((100, KEEP))) == 6400
 
 

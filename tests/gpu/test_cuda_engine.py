@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_memo import MemoStrategy
+from lightning_memo.artifacts.costs import MOVED
 from lightning_memo.artifacts.plan import Attention
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.copy_streams import CudaCopyStream
 from lightning_memo.engine.memory.host import HostArena
 from lightning_memo.kernels import divided_calls, select_kernel
 from lightning_memo.kernels.divided_calls import DividedCalls
-from lightning_memo.planner.token_slices import slot_bytes
+from lightning_memo.planner.token_slices import stored_bytes
 from lightning_memo.utils.find_layers import find_stacks
 
 
@@ -45,12 +46,12 @@ def load(engine: Engine, alpha: float, slice_tokens: int | None = None, attentio
     profile = engine.profile
     assert profile is not None and profile.complete
     slices = slices_at(profile.tokens, alpha, slice_tokens)
+    joint = engine.layer_classes.joint_attention
     size = max(
-        slot_bytes(call.saved, profile.tokens, slices, engine.layer_classes.joint_attention)
-        for call in profile.in_order()
+        stored_bytes(call.saved, profile.tokens, slices, *MOVED, joint_attention=joint) for call in profile.in_order()
     )
     plan = alpha_swap(
-        alpha, len(engine.layers), size, profile.tokens, joint_attention=engine.layer_classes.joint_attention,
+        alpha, len(engine.layers), size, profile.tokens, joint_attention=joint,
         slice_tokens=slice_tokens, attention=attention,
     )  # fmt: skip
     engine.load(plan, profile.batch * profile.tokens)

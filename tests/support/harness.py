@@ -13,12 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_memo.artifacts.costs import MOVED
 from lightning_memo.artifacts.plan import StreamFromHost, SwapPlan
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.bootstrap_plan import streamed_bytes_of_calls
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.modules.layer_probe import LayerTraits
-from lightning_memo.planner.token_slices import TokenRange, plan_of_alpha, slice_slot_bytes, slot_bytes
+from lightning_memo.planner.token_slices import TokenRange, plan_of_alpha, slice_slot_bytes, stored_bytes
 from lightning_memo.utils.find_layers import find_stacks
 from support.alpha_plans import alpha_swap, slices_at
 from support.devices import DEVICE
@@ -205,7 +206,9 @@ class EngineUnderTest:
         if self.stream_from_host != "none":
             return self._load_streamed(profile, alpha, script)
         joint = engine.layer_classes.joint_attention
-        predicted = tuple(slot_bytes(c.saved, profile.tokens, script, joint) for c in profile.in_order())
+        predicted = tuple(
+            stored_bytes(c.saved, profile.tokens, script, *MOVED, joint_attention=joint) for c in profile.in_order()
+        )
         plan = alpha_swap(
             alpha, len(profile.calls), max(predicted), profile.tokens, joint_attention=joint, slice_tokens=slice_tokens,
             disk_calls=disk_calls,

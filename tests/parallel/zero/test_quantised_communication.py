@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
-from lightning_memo.artifacts.slot_layouts import BLOCK
 from lightning_memo.config import MemoConfig
-from lightning_memo.parallel.parallel_sizes import ParallelSizes, sent_bytes
+from lightning_memo.parallel.parallel_sizes import BLOCK, ParallelSizes, sent_bytes
 from lightning_memo.parallel.zero_sharding import (
     Quantised,
     QuantisedAllGather,
