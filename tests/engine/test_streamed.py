@@ -277,6 +277,22 @@ def test_losses_of_inner_layers_slice_by_slice_are_refused() -> None:
         under_test.model(**make_batch(2, 61))
 
 
+class OfOneLength(transformers.LlamaForCausalLM):
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        if input_ids.shape[1] != 61:
+            raise ValueError("only 61 tokens are supported")
+        return super().forward(input_ids, **kwargs)
+
+
+def test_models_of_one_length_slice_by_slice_are_refused() -> None:
+    model = OfOneLength(build("llama").config)
+    with (
+        EngineUnderTest(model, slice_tokens=8, stream_from_host="model") as under_test,
+        pytest.raises(ValueError, match="ended with: only 61 tokens are supported: use stream_from_host"),
+    ):
+        under_test.model(**make_batch(2, 61))
+
+
 def test_two_forwards_slice_by_slice_are_refused() -> None:
     with EngineUnderTest(build("llama"), slice_tokens=8, stream_from_host="model") as under_test:
         first = under_test.model(**make_batch(2, 61)).loss

@@ -363,7 +363,11 @@ class SlicedModel:
         return step.output_type(loss=loss, logits=AbsentLogits())
 
     def _run_slice(self, model: nn.Module, forward: Callable[..., Any], tokens: int, **inputs: Any) -> Any:
-        output = forward(**inputs)  # first, because layers say themselves what keeps them from running slice by slice
+        try:
+            output = forward(**inputs)  # first, because layers say what keeps them from running slice by slice
+        except Exception:  # a model's own, if it does not take as few tokens
+            self._outside.check(model, forward, inputs, tokens)
+            raise
         self._outside.check(model, forward, inputs, tokens)
         return output
 
