@@ -404,14 +404,14 @@ class StorageCosts:
         return tuple(self.call_classes.count(number) for number in range(len(self.classes)))
 
     @property
-    def leaving_calls(self) -> int:
+    def swapped_calls(self) -> int:
         """Number of layer calls that leave the device, which are the first ones."""
         return self.calls - resident_calls(self.calls, self.in_flight)
 
     @property
     def class_copies(self) -> tuple[int, ...]:
         """Number of layer calls of each class that leave the device."""
-        leaving = self.call_classes[: self.leaving_calls]
+        leaving = self.call_classes[: self.swapped_calls]
         return tuple(leaving.count(number) for number in range(len(self.classes)))
 
     def pairs(self, of_calls: Sequence[_T]) -> list[tuple[_T, _T]]:
@@ -422,7 +422,7 @@ class StorageCosts:
         Args:
             of_calls: The sort of each layer call, such as its class.
         """
-        leaving, following = of_calls[: self.leaving_calls], [*of_calls[1:], of_calls[0]]
+        leaving, following = of_calls[: self.swapped_calls], [*of_calls[1:], of_calls[0]]
         return list(zip(leaving, following, strict=False))
 
     def unpaired(self, of_calls: Sequence[_T]) -> tuple[_T, ...]:
@@ -431,7 +431,7 @@ class StorageCosts:
         Args:
             of_calls: The sort of each layer call.
         """
-        return () if self.leaving_calls == self.calls else tuple(of_calls[n] for n in {0, self.calls - 1})
+        return () if self.swapped_calls == self.calls else tuple(of_calls[n] for n in {0, self.calls - 1})
 
 
 def _typical(calls: Sequence[CallCosts]) -> CallCosts:

@@ -130,7 +130,7 @@ def _plan_by_kind(request: EstimateRequest, parallel: Parallelism, costs: LayerC
     )
     try:
         plan = make_plan(
-            costs, room, label, restrictions, lambda plan: memory_of_plan(plan, calls, storage_costs.leaving_calls)
+            costs, room, label, restrictions, lambda plan: memory_of_plan(plan, calls, storage_costs.swapped_calls)
         )
     except StorageError:
         return None

@@ -182,7 +182,7 @@ def _kinds_table(plan: StoragePlan, costs: StorageCosts) -> Table:
     table = Table(
         title="Kinds of tensors, in shares of the tokens",
         caption="The last two layer calls keep on the device what other calls of their class swap."
-        if costs.leaving_calls < costs.calls
+        if costs.swapped_calls < costs.calls
         else None,
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),

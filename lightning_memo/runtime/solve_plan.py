@@ -100,49 +100,36 @@ def plan_by_alpha(
     Raises:
         ValueError: Some process finds no plan, or some layer cannot run by the settings.
     """
-    return agree_on_plan(_AlphaPlanner(step, engine, config, most_alpha).solve, ranks, everyone)
+    settings, classes, cutter = engine.settings, engine.layer_classes, engine.cutter
+    calls, slice_tokens = step.profile.saved_by_calls, settings.slice_tokens
 
-
-class _AlphaPlanner:
-    def __init__(self, step: MeasuredStep, engine: Engine, config: MemoConfig, most_alpha: float) -> None:
+    def solve(alpha: float | None, may_be_plain: bool) -> Plan:
+        """The plan of this process for an alpha; `None` is the user's."""
         assert engine.swap is not None
-        self._step, self._engine, self._config, self._most_alpha = step, engine, config, most_alpha
-        self._stream_from_host = engine.swap.stream_from_host
-        self._slice_tokens = engine.settings.slice_tokens
+        stream = engine.swap.stream_from_host
+        if why := classes.unsliceable:
+            stream = settings.streamed_by_whole_layers(stream, why)
 
-    def solve(self, alpha: float | None, may_be_plain: bool) -> Plan:
-        """The plan of this process for an alpha; `None` is the user's.
+        def memory_of(plan: StoragePlan) -> PlanMemory | StreamedBytes:
+            if stream != "none":
+                return streamed_bytes_of_calls(engine, calls, cutter.slices(plan, plan.tokens), stream)
+            joint, leaving = classes.joint_attention, step.costs.swapped_calls
+            return memory_of_plan(plan, calls, leaving, joint_attention=joint, multiple=cutter.multiple)
 
-        Raises:
-            ValueError: Some layer cannot run slice after slice, and `stream_from_host` is given.
-        """
-        if why := self._engine.layer_classes.unsliceable:
-            self._stream_from_host = self._engine.settings.streamed_by_whole_layers(self._stream_from_host, why)
         restrictions = Restrictions(
-            alpha=self._config.alpha if alpha is None else alpha,
-            most_alpha=self._most_alpha,
-            joint_attention=self._engine.layer_classes.joint_attention,
-            slice_tokens=self._slice_tokens,
-            whole_layers=bool(self._engine.layer_classes.unsliceable),
-            multiple=self._engine.cutter.multiple,
+            alpha=config.alpha if alpha is None else alpha,
+            most_alpha=most_alpha,
+            joint_attention=classes.joint_attention,
+            slice_tokens=slice_tokens,
+            whole_layers=bool(classes.unsliceable),
+            multiple=cutter.multiple,
             # If the profiled step was cut into slices, the memory of a step without slices is not known.
-            may_be_plain=may_be_plain and self._step.profile.slice_tokens == self._step.profile.tokens,
-            stream_from_host=self._stream_from_host,
+            may_be_plain=may_be_plain and step.profile.slice_tokens == step.profile.tokens,
+            stream_from_host=stream,
         )
-        sizes_of = self._memory_of if self._stream_from_host == "none" else self._streamed_bytes
-        return make_plan(self._step.costs, self._step.budget, self._step.label, restrictions, sizes_of)
+        return make_plan(step.costs, step.budget, step.label, restrictions, memory_of)
 
-    def _memory_of(self, plan: StoragePlan) -> PlanMemory:
-        """Memory of a plan if layer calls are swapped as a whole."""
-        engine, calls = self._engine, self._step.profile.saved_by_calls
-        joint, multiple = engine.layer_classes.joint_attention, engine.cutter.multiple
-        leaving = self._step.costs.swapped_calls
-        return memory_of_plan(plan, calls, leaving, joint_attention=joint, multiple=multiple)
-
-    def _streamed_bytes(self, plan: StoragePlan) -> StreamedBytes:
-        """Memory of a plan if slices are swapped one by one."""
-        slices = self._engine.cutter.slices(plan, plan.tokens)
-        return streamed_bytes_of_calls(self._engine, self._step.profile.saved_by_calls, slices, self._stream_from_host)
+    return agree_on_plan(solve, ranks, everyone)
 
 
 def plan_by_kind(
@@ -239,7 +226,7 @@ class _Solver:
             budget,
             step.label,
             restrictions,
-            lambda plan: memory_of_plan(plan, calls, costs.leaving_calls),
+            lambda plan: memory_of_plan(plan, calls, costs.swapped_calls),
         )
 
 
