@@ -42,6 +42,7 @@ from lightning_memo.parallel.fsdp_units import as_one_forward
 from lightning_memo.planner.token_slices import TokenRange
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face
+from lightning_memo.utils.user_errors import is_own_refusal
 
 _IGNORED = -100
 
@@ -365,8 +366,9 @@ class SlicedModel:
     def _run_slice(self, model: nn.Module, forward: Callable[..., Any], tokens: int, **inputs: Any) -> Any:
         try:
             output = forward(**inputs)  # first, because layers say what keeps them from running slice by slice
-        except Exception:  # a model's own, if it does not take as few tokens
-            self._outside.check(model, forward, inputs, tokens)
+        except Exception as error:
+            if not is_own_refusal(error):  # the model may not take as few tokens
+                self._outside.check(model, forward, inputs, tokens)
             raise
         self._outside.check(model, forward, inputs, tokens)
         return output
