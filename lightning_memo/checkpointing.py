@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Final
 
 import torch
 from fsspec.core import url_to_fs
@@ -20,7 +20,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memo.callbacks.lightning_run import PLAN_KEY
 from lightning_memo.models.export_hugging_face import create_repository, export_huggingface, gather_state, upload_model
 from lightning_memo.parallel.open_checkpoint import CheckpointSource, reading_archive, whole_checkpoint
 from lightning_memo.parallel.ranks import on_first_rank
@@ -39,6 +38,9 @@ from lightning_memo.parallel.sharded_checkpoint import (
 )
 from lightning_memo.utils.files import OutputFile, commit, find_complete, unfinished
 from lightning_memo.utils.find_layers import find_hugging_face
+
+PLAN_KEY: Final = "lightning_memo_plan"
+"""Entry of a checkpoint with the plan of the run, as JSON."""
 
 
 class CheckpointingStrategy(ParallelStrategy):

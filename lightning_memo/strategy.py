@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.callbacks.lightning_run import LightningRun, RuntimeCallback
+from lightning_memo.checkpointing import PLAN_KEY
 from lightning_memo.config import MemoConfig, refusing_gone
 from lightning_memo.distributed import DistributedStrategy
 from lightning_memo.engine import Engine, TestMode
@@ -283,9 +284,21 @@ class MemoStrategy(DistributedStrategy):
             self._train_pipeline(self._processes, engine, self._runtime)
         elif run.automatic_optimization:
             engine.before_layer = functools.partial(self._end_on_sigterm, trainer, self._runtime)
-        keeps_plan = self.config.pipeline_parallel_size == 1
-        self._callback = RuntimeCallback(self._runtime, lambda: self._resumed_plan, keeps_plan)
+        self._callback = RuntimeCallback(self._runtime, lambda: self._resumed_plan if self._has_one_plan else None)
         trainer.callbacks.insert(0, self._callback)
+
+    @property
+    def _has_one_plan(self) -> bool:
+        """Whether a checkpoint can keep the plan. The stages of a pipeline have different ones."""
+        return self.config.pipeline_parallel_size == 1
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        # A resumed run computes the same numbers only with the same plan: another alpha rounds differently.
+        plan = self._resumed_plan if self.plan is None else self.plan.to_json()
+        if plan is not None and self._has_one_plan:
+            checkpoint = checkpoint | {PLAN_KEY: plan}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @staticmethod
     def _end_on_sigterm(trainer: pl.Trainer, runtime: TrainingRuntime) -> None:

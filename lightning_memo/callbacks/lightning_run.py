@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -125,12 +125,8 @@ def log_pictures(trainer: pl.Trainer, pictures: Mapping[str, Path]) -> None:
                 logger.log_image(name, [str(path)], step=trainer.global_step)
 
 
-PLAN_KEY: Final = "lightning_memo_plan"
-"""Entry of a checkpoint with the plan of the run, as JSON."""
-
-
 class RuntimeCallback(Callback):
-    """Drives the runtime by the hooks of Lightning's training loop, and saves the plan in checkpoints.
+    """Drives the runtime by the hooks of Lightning's training loop.
 
     It is the first callback of the trainer, so that what other callbacks do after a step lies outside of the step.
 
@@ -138,28 +134,18 @@ class RuntimeCallback(Callback):
         runtime: The runtime of the fit.
         resumed_plan: Returns the plan of the checkpoint from which the fit is resumed; `None` if there is none. The
             strategy loads checkpoints, mostly before there is this callback.
-        keeps_plan: Whether checkpoints contain the plan. Stages of a pipeline have different ones.
     """
 
-    def __init__(self, runtime: TrainingRuntime, resumed_plan: Callable[[], str | None], keeps_plan: bool) -> None:
-        self._runtime, self._resumed_plan, self._keeps_plan = runtime, resumed_plan, keeps_plan
+    def __init__(self, runtime: TrainingRuntime, resumed_plan: Callable[[], str | None]) -> None:
+        self._runtime, self._resumed_plan = runtime, resumed_plan
 
     @override
     def __reduce__(self) -> tuple[type[Callback], tuple[()]]:
         return Callback, ()  # in a copy of the trainer, this callback has nothing to drive
 
     @override
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        # A resumed run computes the same numbers only with the same plan: another alpha rounds differently.
-        plan = self._resumed_plan() if self._runtime.plan is None else self._runtime.plan.to_json()
-        if self._keeps_plan and plan is not None:
-            checkpoint[PLAN_KEY] = plan
-
-    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._runtime.start(self._resumed_plan() if self._keeps_plan else None)
+        self._runtime.start(self._resumed_plan())
 
     @override
     def on_train_batch_start(

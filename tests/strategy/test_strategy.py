@@ -887,8 +887,11 @@ def test_checkpoint_is_plain_trainings():
     """A checkpoint holds what plain training's holds: keys, weights, optimizer state."""
     contents = []
     for name, strategy in (("memo", MemoStrategy(alpha=1.0)), ("plain", "auto")):
-        fit(strategy, callbacks=[ModelCheckpoint(Path(name), "last")], enable_checkpointing=True)
-        contents.append(dict(tree(torch.load(f"{name}/last.ckpt", weights_only=False))))
+        result = fit(strategy, callbacks=[ModelCheckpoint(Path(name), "last")], enable_checkpointing=True)
+        result.trainer.save_checkpoint(f"{name}/after.ckpt")
+        last, after = (torch.load(f"{name}/{file}.ckpt", weights_only=False) for file in ("last", "after"))
+        assert after.keys() == last.keys()
+        contents.append(dict(tree(last)))
     memo, expected = contents
     assert Plan.from_json(memo.pop("/lightning_memo_plan")).swap.alpha == 1.0
     assert memo.keys() == expected.keys()
