@@ -151,7 +151,7 @@ def _percent(value: float | None, what: str = "") -> str:
 
 
 def format_alpha(alpha: float | None, device_bytes: Mapping[str, int], storage: Storage | None) -> str:
-    """Format alpha for a table, with three digits; "kept" if all activations stay on the device, or "kinds".
+    """Format alpha for a table, with three digits; "kept" if all activations stay on the device, or "by kind".
 
     Args:
         alpha: Alpha of an estimate.
@@ -159,7 +159,7 @@ def format_alpha(alpha: float | None, device_bytes: Mapping[str, int], storage: 
         storage: What becomes of each kind of tensor, if a plan names them.
     """
     if storage is not None:
-        return "kinds"
+        return "by kind"
     if alpha is None:
         return "-"
     return "kept" if device_bytes.get("activations") else f"{alpha:.3g}"

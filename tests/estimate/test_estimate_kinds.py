@@ -67,7 +67,7 @@ def test_the_default_names_kinds() -> None:
     assert "mlp.down_proj" not in answer.storage  # the last product is not computed again
     assert sum(answer.storage["input"].values()) == 1 and answer.storage["input"]["recompute"] == 0
     assert answer.limits[0].startswith("By kind of tensor, in shares of the tokens: layer inputs and attention")
-    assert format_alpha(answer.alpha, answer.device_bytes, answer.storage) == "kinds"
+    assert format_alpha(answer.alpha, answer.device_bytes, answer.storage) == "by kind"
     assert answer.device_bytes["activations"] > 0  # what is kept
     assert answer.host_bytes <= 0.75 * 2**37
 
