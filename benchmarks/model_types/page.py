@@ -52,7 +52,7 @@ _GROUPS: Final = (
         f'`stream_from_host="none"`; {_WHOLE_TOKENS}',
     ),
     ("images have places among all tokens of a row", "pixel_values", _WHOLE_TOKENS),
-    ("the model counts positions itself", "counts positions|takes no position_ids", _WHOLE_TOKENS),
+    ("the model counts positions itself", "counts positions|takes no position_ids|axial positions", _WHOLE_TOKENS),
     ("attention has sinks or soft caps", "s_aux|softcap", "`context_parallel_size=1`, `sequence_parallel=False`"),
     (
         "the largest stack of layers gets no gradient",

@@ -53,6 +53,8 @@ def why_positions_unknown(model: nn.Module) -> str:
         return "takes no position_ids"
     if any(_counts_padding(module) for module in model.modules()):
         return "counts positions by the padding tokens among all tokens"
+    if any(hasattr(module, "axial_pos_shape") for module in model.modules()):
+        return "has axial positions for sequences of one length"
     return ""
 
 
