@@ -7,7 +7,7 @@ EXTRAS := $(CURDIR)/$(VENV)/extras
 EXTRAS_INSTALLED := $(VENV)/.extras_installed
 EXTRAS_TESTS := tests/strategy/test_quantised.py tests/strategy/test_float8.py tests/kernels/test_liger.py
 WORKERS := -n 2 --dist worksteal
-# `make test-slow test-cuda PART=2/12` runs the second twelfth of the cases that repeat what `make test` covers.
+# `make test-slow test-cuda PART=2/24` runs the second one of 24 parts of the cases that repeat what `make test` covers.
 PARTED = $(if $(PART),--part $(PART))
 # The environment with the CUDA build of torch and the emulated device.
 CUDA_VENV := .cuda/venv

@@ -10,7 +10,6 @@ import torch
 import transformers
 from support.families import FAMILIES, make_batch
 from support.harness import EngineUnderTest, assert_equal
-from support.markers.slow import slow_if
 
 from lightning_memo.artifacts.plan import StreamFromHost
 from lightning_memo.artifacts.timeline import COMPUTE, RECOMPUTE, Span, Timeline
@@ -92,7 +91,7 @@ WAYS = [
 ]
 
 
-@slow_if(lambda way: way in (WAYS[2], WAYS[5]))
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_lanes_do_not_overlap_themselves_and_the_step_is_the_same(way) -> None:
     timeline, left = recorded(**way)
@@ -140,6 +139,7 @@ def test_copies_run_beside_the_layers_that_they_are_meant_to(alpha: float) -> No
         assert span.stop_seconds <= backward[span.layer].stop_seconds
 
 
+@pytest.mark.slow
 def test_a_copy_that_is_late_is_waited_for() -> None:
     def most_is_waited_for(longest_delay_seconds: float) -> bool:
         timeline, _ = recorded(1.0, longest_delay_seconds=longest_delay_seconds)
@@ -151,6 +151,7 @@ def test_a_copy_that_is_late_is_waited_for() -> None:
     assert any(map(most_is_waited_for, (0.03, 0.3, 2.0, 8.0)))
 
 
+@pytest.mark.slow
 def test_what_passes_the_disk_has_lanes_of_its_own(tmp_path: Path) -> None:
     timeline, _ = recorded(0.5, disk_path=tmp_path)
     layers = {lane: {span.layer for span in of(timeline, "copy", lane)} for lane in timeline.copied_seconds}

@@ -63,6 +63,7 @@ def test_the_longer_of_two_lives_counts():
     assert early.longest_lives(never).death.tolist() == [NEVER, 0]
 
 
+@pytest.mark.slow
 @given(traces())
 def test_a_file_holds_all_of_a_trace(tmp_path_factory, trace):
     path = tmp_path_factory.mktemp("trace") / "trace.csv"

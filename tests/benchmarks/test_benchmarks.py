@@ -78,6 +78,7 @@ def test_every_method_has_all_samples(report):
         assert row["ratio"]["min"] <= row["ratio"]["median"] <= row["ratio"]["max"]
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_plain_training(report):
     assert row_of(report, "plain")["gradient_error"] == 0
     assert all(row["gradient_error"] < 1e-5 for row in report["results"])

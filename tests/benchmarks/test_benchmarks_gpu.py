@@ -92,14 +92,13 @@ def assert_complete(folder, *tunings):
 
 
 @pytest.mark.slow
-@slow_tuning
 def test_methods_at_a_length_come_one_after_the_other(finished):
     _, said = finished
     order = [line.partition(" ...")[0] for line in said.splitlines() if " ... " in line]
     assert [path.partition("/")[0] for path in order] == sorted(path.partition("/")[0] for path in order)
 
 
-@slow_tuning
+@pytest.mark.slow
 def test_every_method_trains_alike(finished):
     found, _ = finished
     plain = found["plain"]

@@ -74,6 +74,7 @@ def row_of(finished, name):
     return next(row for row in finished[1]["results"] if row["problem"] == name)
 
 
+@pytest.mark.slow
 def test_the_report_says_what_was_measured_and_on_what(finished):
     report = finished[1]
     assert "--quick" in report["command"]

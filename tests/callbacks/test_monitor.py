@@ -60,6 +60,7 @@ def data(count: int) -> Any:
 # ---- what is logged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulated", [1, 3])
 def test_rates_agree_with_each_other_and_with_the_model(tmp_path: Path, accumulated: int) -> None:
     noted = Noted()
@@ -81,6 +82,7 @@ def test_rates_agree_with_each_other_and_with_the_model(tmp_path: Path, accumula
     assert after["host/peak_bytes"] > 2**26
 
 
+@pytest.mark.slow
 def test_loggers_get_the_metrics_every_n_steps(tmp_path: Path) -> None:
     logger = CSVLogger(str(tmp_path), name="", version="")
     train(tmp_path, Monitor(PEAK), logger=logger)
@@ -119,6 +121,7 @@ def test_weights_without_gradient_take_a_third_less() -> None:
     assert frozen == pytest.approx(whole * 2 / 3)
 
 
+@pytest.mark.slow
 def test_without_a_known_model_or_device_there_is_no_utilisation(tmp_path: Path) -> None:
     noted = Noted()
     train(tmp_path, Monitor(), noted)  # Lightning's table has no CPU
@@ -170,6 +173,7 @@ def test_the_bar_tells_steps_and_what_is_monitored(width: int, steps: int, tmp_p
         assert name in shown, shown
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rich_console")
 def test_without_a_terminal_there_are_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(monitor, "_LINE_SECONDS", 0.0)
@@ -242,6 +246,7 @@ def test_the_page_shows_the_schedule_or_says_why_not(tmp_path: Path) -> None:
         assert not drawn and re.search("Schedule: .*: nothing was swapped or recomputed", words)
 
 
+@pytest.mark.slow
 def test_validation_counts_where_it_was(tmp_path: Path) -> None:
     report = WriteReport()
 

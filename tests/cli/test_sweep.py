@@ -82,6 +82,7 @@ SWEPT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", SWEPT.values(), ids=SWEPT)
 def test_picture(tmp_path, runs):
     draw_sweep(runs, tmp_path / "sweep.png")

@@ -221,6 +221,7 @@ def batches_of_two_processes(folder):
     return batches_of_a_fit(folder, 2, 1)
 
 
+@pytest.mark.slow
 def test_lightning_keeps_the_order_under_data_parallelism(folder):
     *epochs, val = batches_of_a_fit(folder, 1, 2)
     *first_epochs, first_val = (parts := run_in_processes(2, batches_of_two_processes, folder))[0]

@@ -222,7 +222,7 @@ class Watch(Callback):
         self.overflow_bytes = trainer.strategy.engine.memory.stats.overflow_bytes
 
 
-@slow_if(lambda alpha: alpha != 0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("by_function", [True, False], ids=["own backward", "autograd"])
 def test_quantised_weights(by_function: bool, alpha: float) -> None:

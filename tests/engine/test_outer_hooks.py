@@ -161,7 +161,11 @@ AROUND = [
 ]
 
 
-@slow_if(lambda plan, part, around: plan == "recomputed" or around in (rounded, save_on_cpu))
+@slow_if(
+    lambda plan, part, around: (
+        plan == "recomputed" or around in (rounded, save_on_cpu) or part not in (whole_step, one_layer)
+    )
+)
 @pytest.mark.filterwarnings("ignore:lightning_memo. ")
 @pytest.mark.parametrize(("part", "around"), AROUND)
 @pytest.mark.parametrize("plan", PLANS)

@@ -224,6 +224,7 @@ def test_what_no_slice_can_compute_is_refused(family: str, arguments: dict[str, 
         under_test.assert_empty()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -242,6 +243,7 @@ def test_inputs_of_other_shapes_that_plain_training_takes(arguments: dict[str, T
         assert_as_good(model, batch, under_test.profile_step(batch), plain)
 
 
+@pytest.mark.slow
 def test_a_batch_on_the_host_is_moved_slice_by_slice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     batch = make_batch(2, 61)
     step = SlicedForward(Mock(device=torch.device("meta")), Mock(), batch)
@@ -293,6 +295,7 @@ def test_models_of_one_length_slice_by_slice_are_refused() -> None:
         under_test.model(**make_batch(2, 61))
 
 
+@pytest.mark.slow
 def test_two_forwards_slice_by_slice_are_refused() -> None:
     with EngineUnderTest(build("llama"), slice_tokens=8, stream_from_host="model") as under_test:
         first = under_test.model(**make_batch(2, 61)).loss
@@ -350,7 +353,7 @@ def peak_bytes(model: nn.Module, stream_from_host: StreamFromHost, tokens: int, 
         return meter.peak_bytes + 2 * under_test.engine.swap.memory.slot
 
 
-@slow_if(lambda case_id: case_id in ("llama_gqa-0-False", "qwen3_moe-0-False", "gemma3_mixed_windows-0-False"))
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "real", "amp"),
     [
@@ -393,6 +396,7 @@ def test_hidden_states_are_on_the_host(family: str, real: int, amp: bool, monkey
 # ---- what is fetched
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mistral_window"])
 def test_each_slice_fetches_the_earlier_ones_that_it_sees(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cores: list[StreamedAttention] = []

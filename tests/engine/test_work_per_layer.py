@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.families import FAMILIES, make_batch
 from support.harness import EngineUnderTest
+from support.markers.slow import slow_if
 
 from lightning_memo.artifacts.plan import StreamFromHost
 
@@ -50,6 +51,7 @@ def work_of(layers: int, alpha: float, slice_tokens: int | None, stream_from_hos
         ]
 
 
+@slow_if(lambda alpha: alpha != 0.5)
 @pytest.mark.parametrize(
     ("alpha", "slice_tokens", "stream_from_host"),
     [

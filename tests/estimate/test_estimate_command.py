@@ -59,6 +59,7 @@ def test_the_command_needs_neither_torch_nor_lightning(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_command_refuses_in_one_line(tmp_path):
     status, out, err = run_process(["python", "-m", "lightning_memo.estimate", "gpus=0"], tmp_path)
     assert (status, out) == (2, "")

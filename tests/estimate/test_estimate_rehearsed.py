@@ -38,6 +38,7 @@ def test_the_default_and_checkpointing_agree(found: list[Any]) -> None:
     _check(fitting)
 
 
+@pytest.mark.slow
 def test_given_alphas_agree(found: list[Any]) -> None:
     given = [c for c in found if c.cell.method.startswith("memo_alpha") and c.fits]
     assert len(given) >= 20

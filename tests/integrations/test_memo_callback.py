@@ -182,6 +182,7 @@ def test_trainers_of_trl(make: Any, lora: bool) -> None:
     assert memo.plan.swap.alpha == 0.5
 
 
+@pytest.mark.slow
 def test_the_plan_is_written_to_the_output_folder(tmp_path: Path) -> None:
     train(of_rows(MemoCallback(alpha=0.5)))
     assert Plan.load(tmp_path / "memo_plan.json").swap.alpha == 0.5

@@ -24,7 +24,6 @@ from accelerate import Accelerator
 from lightning.fabric import Fabric
 from support.devices import DEVICE
 from support.families import FAMILIES, VOCABULARY
-from support.markers.slow import slow_if
 from support.processes import run_in_processes
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -119,7 +118,7 @@ def check(loop: Loop, family: str = "llama", **settings: Any) -> Run:
 # ---- loops
 
 
-@slow_if(lambda alpha: alpha != 0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("family", ["llama", "gpt2_dropout"])
 def test_a_plain_loop(family: str, alpha: float) -> None:
@@ -130,6 +129,7 @@ def test_a_plain_loop(family: str, alpha: float) -> None:
     assert memo.memory is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
@@ -144,6 +144,7 @@ def test_settings(settings: dict[str, Any]) -> None:
     check(plain_loop, **LATE | settings)
 
 
+@pytest.mark.slow
 def test_planned_memory_serves_the_steps() -> None:
     memo = with_memo(plain_until_served, alpha=0.5).memo
     assert memo is not None
@@ -269,7 +270,7 @@ def test_kernels_chosen_by_the_loop(settings: dict[str, Any]) -> None:
 LOOPS = [with_own_loss, accumulating, preferring, with_other_lengths, evaluating, skipping, with_closure]
 
 
-@slow_if(lambda loop: loop in (evaluating, skipping))
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_loops(loop: Loop) -> None:
     check(loop, alpha=0.5, **LATE)
@@ -305,6 +306,7 @@ def test_several_optimizers() -> None:
     compare(memo, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_fabric(precision: str) -> None:
     def train(memo: bool) -> Run:
@@ -394,6 +396,7 @@ def refusal_of_inner_shards() -> str:
         return str(error)
 
 
+@pytest.mark.slow
 def test_modules_that_are_sharded_inside_of_layers() -> None:
     for line in run_in_processes(2, refusal_of_inner_shards):
         assert line.startswith("mlp of LlamaDecoderLayer is sharded by itself (fully_shard)")
@@ -418,6 +421,7 @@ class Failing:
             raise self._error("no luck")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [1, 3])
 def test_an_error_in_a_backward_that_the_loop_catches(call: int) -> None:
     def loop(run: Run) -> None:
@@ -434,6 +438,7 @@ def test_an_error_in_a_backward_that_the_loop_catches(call: int) -> None:
     assert len(check(loop, alpha=0.5).losses) == STEPS - 1
 
 
+@pytest.mark.slow
 def test_a_forward_without_memory_is_run_again() -> None:
     plain = Run()
     plain_loop(plain)
@@ -480,6 +485,7 @@ def test_a_backward_without_memory_tells_what_to_do() -> None:
         with_memo(loop, alpha=0.5)
 
 
+@pytest.mark.slow
 def test_the_model_is_as_before_afterwards() -> None:
     run = Run()
     before = [set(vars(module)) for module in run.model.modules()]
@@ -671,6 +677,7 @@ def test_a_loop_inside_of_another_one_plans_its_memory() -> None:
         assert run.memo is not None and run.memo.memory is not None and run.memo.memory.use is not None
 
 
+@pytest.mark.slow
 def test_a_loop_that_another_thread_has_left_open_keeps_no_memory() -> None:
     left, run = Run(), Run()
 
@@ -690,6 +697,7 @@ def test_a_loop_that_another_thread_has_left_open_keeps_no_memory() -> None:
     assert left.memo.memory.state is MemoryState.BUILDING
 
 
+@pytest.mark.slow
 def test_two_loops_at_a_time_plan_the_memory_of_one() -> None:
     models = [build(), build()]
     optimizers = [sgd(model) for model in models]

@@ -26,6 +26,7 @@ def test_bands_compute_attention(spec):
     assert_close(attend(CpuBanded(), inputs, spec), reference(inputs, spec), FP32_BOUND)
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(
     causal=st.booleans(),

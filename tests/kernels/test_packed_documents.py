@@ -90,6 +90,7 @@ lengths = st.none() | st.tuples(st.integers(0, 40), st.integers(0, 40))
 starts = st.sets(st.integers(0, 40), min_size=1, max_size=7).map(lambda each: tuple(sorted(each)))
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(
     inner=st.sampled_from([CpuFlash(), CpuBanded()]),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.markers.slow import slow_if
 from support.surroundings.programs import Session
 from support.surroundings.training import outcome
 
@@ -69,7 +68,7 @@ keep(out.logits.detach().abs().mean())"""
     assert found.startswith("refused") and "logits.detach().clone()" in found, found
 
 
-@slow_if(lambda settings: not settings)
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_folder")
 @pytest.mark.parametrize("settings", [{}, HOST], ids=["logits", "host"])
 @pytest.mark.parametrize("name", EQUAL)

@@ -102,6 +102,7 @@ def save_shards(model, path, folder):
     return whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "tied"])
 def test_shards(tmp_path, name):
     expected = run_in_processes(4, save_shards, {"config": MODELS[name]}, tmp_path / "c.ckpt", tmp_path / "direct")[0]

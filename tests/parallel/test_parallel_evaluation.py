@@ -303,6 +303,7 @@ def test_a_backward_inside_of_a_forward() -> None:
         assert error.startswith("a weight that FSDP2 had divided") and "\n" not in error, error
 
 
+@pytest.mark.slow
 def test_misuse_is_told_in_one_line() -> None:
     for errors in run_in_processes(2, _errors_of_misuse):
         divided, averaging, own, positions, alibi = errors

@@ -65,6 +65,7 @@ def test_the_smallest_alpha_wins() -> None:
     assert first.swap.alpha == second.swap.alpha == by_itself["scarce"] < by_itself["generous"]
 
 
+@pytest.mark.slow
 def test_plain_training_only_where_all_have_room() -> None:
     (_, first), (_, second) = run_in_processes(2, _train_with, [{"device_memory": "1GiB"}, MEMO])
     assert not (first.swap.plain or second.swap.plain)

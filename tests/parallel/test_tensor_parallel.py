@@ -198,7 +198,7 @@ def test_loss_and_gradients(family: str) -> None:
         assert max(worst.values()) <= 1e-5, worst
 
 
-@slow_if(lambda family: family != "llama_odd_vocabulary")
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "phi3", "phi_qk_norm", "olmo2", "llama_odd_vocabulary"])
 def test_four_ranks(family: str) -> None:
     for worst in run_in_processes(4, compare_family, family):

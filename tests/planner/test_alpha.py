@@ -43,6 +43,7 @@ def problems(draw):
     return costs, draw(st.integers(0, n * 2 ** (exponent + 2)))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(problems(), st.booleans())
 def test_no_fraction_that_fits_is_faster(problem, whole_layers):

@@ -25,6 +25,7 @@ def deep():
     return repeat_layers(Trace.load(RECORDED), 32)
 
 
+@pytest.mark.slow
 def test_a_step_of_32_layers_is_planned_at_its_lower_bound(deep):
     assert len(deep) > 10_000
     placement = plan_memory(deep, alignment=512, time_limit_seconds=10)

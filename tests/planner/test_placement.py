@@ -499,6 +499,7 @@ def test_highs_makes_no_false_claim_about_large_sizes(rows, period):
     assert_no_false_claim(problem_of(rows, period=period))
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     problems(least=2, sizes=st.sampled_from([2**10, 2**20, 2**30, 2**40, 2**50]).flatmap(lambda n: st.integers(1, n)))

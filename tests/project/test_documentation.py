@@ -142,6 +142,7 @@ def literals() -> list[str]:
     return [text(node) for node in nodes if isinstance(node, ast.JoinedStr | ast.Constant)]
 
 
+@pytest.mark.slow
 def test_messages_of_troubleshooting_are_in_the_code() -> None:
     entries = re.findall(r'\*\*"(.+?)"\*\*', (DOCS / "troubleshooting.md").read_text(), re.DOTALL)
     said = "\n".join(literals())

@@ -111,6 +111,7 @@ def losses(out: str) -> list[float]:
     return [float(number) for number in re.findall(r"^step \d+: loss (\S+)$", out, re.MULTILINE)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "steps"), [("one_line.py", 4), ("own_loop.py", 4), ("fabric.py", 5)])
 def test_one_line_changes_no_loss(script: str, steps: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_python(script, "--plain")
@@ -162,6 +163,7 @@ def test_fabric_itself_says_where_the_strategy_belongs() -> None:
         Fabric(strategy=MemoStrategy(), accelerator="cpu", devices=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [0, 2], ids=["full", "lora"])
 def test_finetuning_on_documents(lora: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_python("finetune_documents.py", "--steps=4", f"--lora={lora}", "--output=first")

@@ -39,6 +39,7 @@ def python(*arguments: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["import lightning_memo", "import lightning.pytorch; import lightning_memo"])
 def test_a_trainer_finds_the_strategy_by_its_name(tmp_path, first):
     found = fork(f"import sys\nassert 'lightning' not in sys.modules\n{first}\n{TRAINER}", tmp_path)
@@ -61,6 +62,7 @@ def test_the_names_of_the_package_are_there(monkeypatch):
         _ = package.Missing
 
 
+@pytest.mark.slow
 def test_packages_are_attributes_and_the_package_can_be_reloaded(tmp_path):
     script = "import importlib, lightning_memo as m; print(m.callbacks.Monitor.__name__); importlib.reload(m)"
     assert fork(f"{script}\n{TRAINER}", tmp_path).split() == ["Monitor", "MemoStrategy"]

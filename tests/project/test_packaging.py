@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from support import commands
-from support.markers.slow import slow_if
 from support.paths import ROOT
 
 import lightning_memo
@@ -177,7 +176,7 @@ def test_wheel_holds_the_package_and_its_configuration_alone(installed):
     assert len([path for path in files_of(installed) if path.endswith("licenses/LICENSE")]) == 1
 
 
-@slow_if(lambda environment: environment == "sdist")
+@pytest.mark.slow
 def test_pip_installs_all_files_from_each_distribution(environment, installed):
     (packages,) = environment.glob("lib/python*/site-packages")
     assert files_of(packages, "lightning_memo") == files_of(installed, "lightning_memo")

@@ -61,6 +61,7 @@ def test_every_page_is_in_the_site(site: Path) -> None:
     assert {page.relative_to(DOCS).with_suffix("") for page in DOCS.rglob("*.md")} <= made
 
 
+@pytest.mark.slow
 def test_examples_are_shown_in_full(site: Path) -> None:
     page = (site / "examples.html").read_text()
     text = html.unescape(re.sub(r"<[^>]+>", "", page))

@@ -269,6 +269,7 @@ def test_what_looks_like_a_placeholder_is_text(tmp_path):
     assert "found by: @DATA@ @SCRIPT_HASH@ ?</p>" in page.text
 
 
+@pytest.mark.slow
 def test_a_large_step_is_drawn_and_embedded_compactly(tmp_path):
     count, unit = 30_000, 2**20 * 64
     row = np.arange(count)

@@ -121,6 +121,7 @@ def test_one_step_is_written_and_no_loss_changes(
     assert layers == sorted(set(layers), reverse=True) * accumulate
 
 
+@pytest.mark.slow
 def test_what_cannot_be_recorded_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shorten_measurements(monkeypatch)

@@ -140,6 +140,7 @@ def test_plain_mode_is_planned_too():
     assert_all_hit(stats)
 
 
+@pytest.mark.slow
 def test_the_plan_says_what_was_placed(recorded, tmp_path):
     result, stats, _ = recorded
     placement = result.plan.placement
@@ -254,6 +255,7 @@ def test_a_step_that_is_given_up_costs_nothing_but_misses():
     assert stats[-1].hits > stats[-1].misses
 
 
+@pytest.mark.slow
 def test_nothing_is_left_after_training():
     result, _ = run()
     assert all(parameter.grad is not None for parameter in result.module.parameters())
@@ -264,6 +266,7 @@ def test_nothing_is_left_after_training():
     assert (allocator.stats().live_blocks, allocator.stats().arena_bytes) == (0, 0)
 
 
+@pytest.mark.slow
 def test_no_planning_if_not_wished(unplanned):
     assert unplanned.trainer.strategy.memory is None
     assert unplanned.plan.placement is None
@@ -272,6 +275,7 @@ def test_no_planning_if_not_wished(unplanned):
 # ---- plans of earlier runs
 
 
+@pytest.mark.slow
 def test_the_same_run_uses_the_cached_plan(recorded_here, fresh_cache):
     first, stats, _ = recorded_here
     second, again = run()
@@ -281,7 +285,7 @@ def test_the_same_run_uses_the_cached_plan(recorded_here, fresh_cache):
     assert_all_hit(again)
 
 
-@slow_if(lambda spoil: spoil == "garbage")
+@pytest.mark.slow
 @pytest.mark.parametrize("spoil", ["garbage", "foreign"])
 def test_a_cached_plan_that_is_none_is_ignored_with_one_line(recorded_here, fresh_cache, spoil):
     path = next(fresh_cache.glob("*.json"))
@@ -308,6 +312,7 @@ def test_a_given_plan_is_served_after_the_first_step(recorded, unplanned_by_plan
     assert_all_hit(stats)
 
 
+@pytest.mark.slow
 def test_a_placement_of_other_requests_is_replaced(recorded, unplanned_by_plan, tmp_path):
     strategy = recorded.saved(tmp_path)
     document = json.loads((tmp_path / "plan.json").read_text())
@@ -334,7 +339,7 @@ WRONG = {
 }
 
 
-@slow_if(lambda wrong: wrong not in ("an offset between alignments", "all at one place", "another number of threads"))
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_wrong_plan_never_ends_training(recorded, unplanned_by_plan, tmp_path, wrong):
     strategy = recorded.saved(tmp_path)
@@ -347,6 +352,7 @@ def test_a_wrong_plan_never_ends_training(recorded, unplanned_by_plan, tmp_path,
     assert (stats[-1].misses, stats[-1].bad_frees) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_cached_trace_of_another_run_is_ignored(recorded_here, fresh_cache):
     path = next(fresh_cache.glob("*.csv"))
     lines = path.read_text().splitlines(keepends=True)
@@ -365,6 +371,7 @@ def test_a_given_plan_has_its_trace_if_it_was_made_here(recorded_here, tmp_path)
     assert len(files) == 3 and all(file.stat().st_size for file in files)
 
 
+@pytest.mark.slow
 def test_counters_stay_those_of_the_run(recorded):
     first, stats, _ = recorded
     memory = first.trainer.strategy.memory
@@ -396,6 +403,7 @@ def test_without_a_compiler_training_goes_on_and_says_so(unplanned, monkeypatch)
     assert not stats
 
 
+@pytest.mark.slow
 def test_a_planner_that_fails_is_no_reason_to_stop(unplanned, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("a bug")

@@ -86,6 +86,7 @@ def test_a_plan_is_resumed(tmp_path: Any) -> None:
     assert again.losses == first.losses
 
 
+@pytest.mark.slow
 def test_a_plan_that_cuts_layers_which_cannot_be_cut(tmp_path: Any) -> None:
     mixing = partial(same_weights, Averaging)
     alike = fit(MemoStrategy(alpha=0.5), LanguageModel(partial(same_weights, PlainBlock)), batches(data()))

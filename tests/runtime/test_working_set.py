@@ -10,7 +10,6 @@ import torch
 import transformers
 from lightning.pytorch import Callback, Trainer
 from support.families import VOCABULARY
-from support.markers.slow import slow_if
 from support.trainer_harness import LanguageModel, batches, fit, listening, shorten_measurements
 from torch import nn
 from typing_extensions import override
@@ -57,7 +56,7 @@ class PeakOfLaterSteps(Callback):
             self.peak_bytes = self._meter.peak_bytes
 
 
-@slow_if(lambda case_id: case_id in ("half_long", "swapped", "stream_from_host"))
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

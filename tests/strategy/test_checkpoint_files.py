@@ -209,6 +209,7 @@ class Counting(TorchCheckpointIO):
         super().save_checkpoint(*args, **kwargs)
 
 
+@pytest.mark.slow
 def test_the_users_checkpoint_io_comes_first(tmp_path: Path) -> None:
     own = Counting()
     train(tmp_path / "own", 2, plugins=[own])

@@ -33,7 +33,7 @@ from lightning_memo.runtime import memory_watch
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 
-@slow_if(lambda alpha, where: (alpha == "auto") != (where == "forward"))
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("alpha", [1.0, "auto"], ids=["memo", "plain"])
 def test_out_of_memory_once(where, alpha):

@@ -39,6 +39,7 @@ def run(folder: Path, strategy: object, monkeypatch: pytest.MonkeyPatch, *argume
     return LightningCLI(CausalLM, DocumentsDataModule, save_config_callback=None)
 
 
+@pytest.mark.slow
 def test_the_strategy_comes_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cli = run(tmp_path, STRATEGY, monkeypatch, "--trainer.strategy.init_args.alpha=0.25")
     strategy = cli.trainer.strategy

@@ -610,6 +610,7 @@ def test_double_precision_is_refused_where_gradients_are_reduced(settings: dict[
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_compiled_modules(tmp_path: Path) -> None:
     """A module that `torch.compile` returns is trained and evaluated as it was before, with one warning."""
     make_trainer("auto", limit_val_batches=0).fit(expected := Layered())

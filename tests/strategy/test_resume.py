@@ -82,6 +82,7 @@ def test_rows_of_earlier_metrics_come_once(tmp_path):
     assert path.read_text().splitlines(keepends=True) == lines[:5]
 
 
+@pytest.mark.slow
 def test_random_numbers_of_each_process_go_on(tmp_path, text):
     whole = run_in_processes(2, run_apart, tmp_path / "whole", text)
     resumed = run_in_processes(2, run_apart, tmp_path / "resumed", text, tmp_path / "whole" / "step=8.ckpt")

@@ -159,6 +159,7 @@ def train_slowly(folder: Path) -> None:
     train(folder, module, alpha=1.0)
 
 
+@pytest.mark.slow
 def test_a_process_ends_within_a_layer(tmp_path: Path) -> None:
     process = forking().Process(target=train_slowly, args=(tmp_path,), daemon=True)
     process.start()

@@ -63,6 +63,7 @@ def test_a_resumed_run_goes_on_with_the_same_plan() -> None:
     assert resumed.losses == uninterrupted.losses[3:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host_memory", ["40KiB", "100KiB"], ids=["recomputes attention", "stores attention"])
 def test_a_plan_of_another_schedule(host_memory: str, tmp_path: Path) -> None:
     budget = BUDGET | {"host_memory": host_memory}

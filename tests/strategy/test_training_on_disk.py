@@ -57,6 +57,7 @@ def test_training_is_the_same_in_less_host_memory(disk: Path) -> None:
     assert list(disk.iterdir()) == [] and spill_threads() == []
 
 
+@pytest.mark.slow
 def test_a_saved_plan_is_used_where_the_disk_has_room(disk: Path) -> None:
     slot_bytes = train(max_steps=1).plan.swap.memory.slot
     settings = {"host_memory": 3 * slot_bytes, "disk_path": disk, "max_steps": 1}

@@ -70,6 +70,7 @@ def trial(**settings):
     )
 
 
+@pytest.mark.slow
 def test_attempts_that_run_out_of_memory_are_survived():
     with TrialProcess(trial(batch_of=batch_with_accidents), memory_bytes=2**30) as attempt:
         refused, killed = attempt(64), attempt(80)

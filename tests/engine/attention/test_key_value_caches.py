@@ -42,7 +42,7 @@ def made(config: str, **others: Any) -> nn.Module:
     return transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**SIZES | others))
 
 
-@slow_if(lambda alpha: alpha != 0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("config", HYBRIDS)
 def test_hybrid_models_with_their_default_settings(config: str, alpha: float) -> None:
@@ -119,6 +119,7 @@ def test_layers_that_read_a_cache_run_as_in_plain_training(
         compare(lambda: copy.deepcopy(model), settings, module, steps=3)
 
 
+@pytest.mark.slow
 def test_two_forwards_with_caches_of_their_own() -> None:
     class Twice(Recording):
         def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:

@@ -105,6 +105,7 @@ def with_own_code() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_functions_that_the_code_of_a_model_names() -> None:
     compare(with_own_code, {"alpha": 0.5})
 

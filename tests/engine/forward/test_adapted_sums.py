@@ -103,7 +103,7 @@ def test_terms_that_something_else_reads_are_stored_by_themselves(make: Callable
     assert "" not in names(under_test, "self_attn.q_proj")
 
 
-@slow_if(lambda stored: not stored)
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", [False, True])
 def test_in_mixed_precision(stored: bool) -> None:
     train(build(), stored, amp=True)

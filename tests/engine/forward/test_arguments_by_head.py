@@ -243,7 +243,7 @@ def llama(num_hidden_layers: int = 3) -> nn.Module:
     return model
 
 
-@slow_if(lambda settings: settings["alpha"] != 0.5 or "slice_tokens" not in settings)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [*SETTINGS, *({"alpha": a, "slice_tokens": 16, "stream_from_host": "model"} for a in (0.0, 0.5, 1.0))],

@@ -40,6 +40,7 @@ class CompiledParts(PlainBlock):
         return x + compiled_mlp(self.norm2(x), self.mlp[0].weight, self.mlp[2].weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"alpha": 0.0}, {"alpha": 0.5}, {"alpha": 1.0}, {}], ids=str)
 def test_compiled_functions_run_as_they_were_written(settings: dict[str, Any]) -> None:
     """Inside layers; between steps they run compiled."""

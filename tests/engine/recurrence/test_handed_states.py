@@ -151,6 +151,7 @@ def test_frozen_weights(config: str, freeze: Callable[[nn.Module], None]) -> Non
         assert_like(under_test.step(batch), plain)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_evaluation_in_slices() -> None:
     model, batch = make_hybrid("BambaConfig"), make_batch()

@@ -96,7 +96,7 @@ def test_buffers_that_autograd_saves(kind: type[Written], alpha: float) -> None:
 LINE = "writes into its buffer history, which it did not in its first forward, and each slice would do it again: let it"
 
 
-@slow_if(lambda first: first == 4)
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [2, 4])
 @pytest.mark.parametrize("kind", [Written, Mean])
 def test_layers_that_begin_to_write(kind: type[Written], first: int) -> None:

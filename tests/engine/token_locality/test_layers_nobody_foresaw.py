@@ -374,6 +374,7 @@ class KeepsElsewhere(Block):
         return x
 
 
+@pytest.mark.slow
 def test_tensors_in_a_global_list_are_refused() -> None:
     with (
         EngineUnderTest(model_of(KeepsElsewhere)) as under_test,

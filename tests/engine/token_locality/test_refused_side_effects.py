@@ -11,6 +11,7 @@ import torch
 from support.architectures.acting_blocks import block_that, home
 from support.attention.recorded_training import Recording, blocks
 from support.families import PlainModel, make_batch
+from support.markers.slow import slow_if
 from support.trainer_harness import batches, fit
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutput
@@ -115,6 +116,7 @@ REFUSED: dict[Callable[[Any, Tensor], None], str] = {
 }
 
 
+@slow_if(lambda blind: blind)
 @pytest.mark.parametrize("blind", [False, True])
 @pytest.mark.parametrize(("acts", "message"), REFUSED.items())
 def test_what_cannot_be_undone_is_refused(acts: Callable[..., Any], message: str, blind: bool) -> None:

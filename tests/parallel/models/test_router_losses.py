@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from support.families import BALANCED
-from support.markers.slow import slow_if
 from support.parallel_training import Run, train_alone, train_together
 from support.processes import ProcessError
 from support.samples.configurations import BOUND, CONFIGURATIONS
@@ -41,7 +40,7 @@ def test_equals_one_process(configuration: str, family: str) -> None:
     check(configuration, Run(family=family, tokens=45, steps=2, layers=3, accumulate=2))
 
 
-@slow_if(lambda case_id: case_id not in ("padded-cp2 ring", "packed-dp2 zero3"))
+@pytest.mark.slow
 @pytest.mark.parametrize("configuration", ["cp2 ring", "cp2 ulysses", "dp2 zero3", "dp2 x cp2", "tp2+sp"])
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_padding_and_packed_documents(configuration: str, layout: str) -> None:

@@ -12,7 +12,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support.markers.slow import slow_if
 from support.parallel_training import Outcome, Run, train, train_alone
 from support.processes import run_in_processes
 from support.trainer_harness import LanguageModel
@@ -133,7 +132,7 @@ def _train_groups(groups: Groups, family: str, sizes: str, checkpoint: str, resu
             return str(error)
 
 
-@slow_if(lambda to: to != "pp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["pp2", "pp2 v2"])
 def test_an_optimizer_in_another_order_is_refused_where_states_have_numbers(to: str, tmp_path: Path) -> None:
     run_in_processes(1, _train_groups, _by_name, "llama_gqa", "one", str(tmp_path), False)

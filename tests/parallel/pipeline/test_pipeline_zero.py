@@ -147,6 +147,7 @@ def _train_with_own_factor(factors: tuple[float, float]) -> str | dict[str, Tens
             return str(error)
 
 
+@pytest.mark.slow
 def test_losses_that_pipelines_multiply_by_other_numbers_are_refused() -> None:
     """Gradients have been summed over the pipelines before these numbers are known."""
     errors = run_in_processes(4, _train_with_own_factor, (1.0, 2.0))

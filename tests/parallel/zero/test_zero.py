@@ -109,7 +109,7 @@ class StateBytes(Callback):
         self.notes["count"] = sum(p.numel() for p in module.parameters())
 
 
-@slow_if(lambda processes: processes == 4)
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_per_process_in_mixed_precision(stage: int, processes: int) -> None:
