@@ -133,6 +133,7 @@ def placed_plan() -> Plan:
     return replace(small_plan(), placement=placement)
 
 
+@pytest.mark.slow
 def test_mutated_plans(tmp_path: Path) -> None:
     """A mutant that is read is a valid plan: its sizes can be computed, and it can be saved."""
     original = placed_plan().to_json().encode()

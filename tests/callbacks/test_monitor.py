@@ -152,6 +152,7 @@ class Logging(LanguageModel):
         return loss
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rich_console")
 @pytest.mark.parametrize("width", [120, 60])
 @pytest.mark.parametrize("steps", [3, -1])

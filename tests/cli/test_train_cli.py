@@ -217,6 +217,7 @@ def test_a_model_with_a_tokenizer_gets_no_bytes(train, tmp_path):
     assert f"error: data.tokenizer=None: that is one token per byte, and the model of {tmp_path} has" in err
 
 
+@pytest.mark.slow
 def test_checkpoint_of_other_data_is_refused(train, tmp_path):
     assert train("strategy=plain")[0] == 0
     status, _, err = train("strategy=plain", "ckpt_path=last", "data.seq_len=16")
@@ -224,6 +225,7 @@ def test_checkpoint_of_other_data_is_refused(train, tmp_path):
     assert "resume with the same data settings" in err
 
 
+@pytest.mark.slow
 def test_checkpoint_of_another_model_is_refused(train, tmp_path):
     assert train("strategy=plain")[0] == 0
     status, _, err = train("ckpt_path=last", "model.config.hidden_size=32")
@@ -250,6 +252,7 @@ def test_settings_that_plain_training_ignores_warn(train):
         assert train("strategy=plain", "+strategy.device_memory=1GiB")[0] == 0
 
 
+@pytest.mark.slow
 def test_mistake_in_a_process_of_its_own(tmp_path):
     status, out, err = run(["python", *MODULE, "data.path=/nowhere"], tmp_path)
     assert status == 2

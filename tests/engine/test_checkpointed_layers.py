@@ -153,6 +153,7 @@ def test_around_the_model(reentrant: bool | None, plan: str) -> None:
                 torch.testing.assert_close(gradients_of(mine.model), gradients_of(expected.model), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["half", "slices"])
 @pytest.mark.parametrize("reentrant", [True, False, None])
 def test_around_the_head(reentrant: bool | None, plan: str) -> None:

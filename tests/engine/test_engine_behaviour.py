@@ -862,6 +862,7 @@ def test_detach_restores_a_forward_of_the_layer_itself() -> None:
     assert layer.forward is own
 
 
+@pytest.mark.slow
 def test_attaching_again() -> None:
     model = build("llama")
     plain = loss_and_gradients(model, BATCHES[0])

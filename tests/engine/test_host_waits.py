@@ -238,7 +238,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> type[StubEvent]:
     return StubEvent
 
 
-@slow_if(lambda case_id: case_id in ("slice by slice", "all on the host"))
+@pytest.mark.slow
 @each_way
 def test_streams_of_cuda_wait_among_themselves(
     way: Any, stub: type[StubEvent], monkeypatch: pytest.MonkeyPatch

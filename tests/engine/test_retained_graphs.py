@@ -20,7 +20,6 @@ from support.harness import (
     loss_and_gradients,
     on_device,
 )
-from support.markers.slow import slow_if
 from support.samples.storage_kinds import TOKENS, ByKind, everything
 from torch import Tensor, nn
 
@@ -103,7 +102,7 @@ def run(model: nn.Module, form: Form, amp: bool = False, batch: Batch = BATCH) -
     return Step(loss.detach().clone(), gradients_of(model)), torch.get_rng_state()
 
 
-@slow_if(lambda name, form: name != "block_dropout" and (name, form) != ("llama", adaptive_weight))
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", MODELS)
 def test_slots(name: str, form: Form) -> None:

@@ -69,6 +69,7 @@ def test_the_command_refuses_in_one_line(tmp_path):
 # ---- JSON
 
 
+@pytest.mark.slow
 def test_json_has_the_keys_of_an_estimate(run):
     answer = answer_of(run("model=gpt_7b", "cluster=a800", "seq_len=256K", "output=json"))
     assert list(answer) == KEYS
@@ -157,6 +158,7 @@ def test_all_methods_answer(run, method):
 # ---- the table
 
 
+@pytest.mark.slow
 def test_the_table_tells_all(run):
     status, out, err = run("model=gpt_7b", "cluster=a800", "seq_len=256K", "alternatives=2")
     assert (status, err) == (0, "")

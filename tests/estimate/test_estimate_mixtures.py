@@ -161,6 +161,7 @@ def test_what_layers_keep_is_measured_to_the_byte(case: str, precision: Precisio
         assert sorted(measured) == sorted(tensor.bytes_per_token for tensor in tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3"])
 def test_an_estimate_takes_what_training_measures(tmp_path: Path, case: str) -> None:
     """Buffers within the backward are an upper bound. Training measures the copies of a CPU, too."""

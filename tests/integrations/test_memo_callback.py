@@ -252,6 +252,7 @@ class Waits(FailsWhenServed):
         self.memo = memo
 
 
+@pytest.mark.slow
 def test_close_restores_the_model() -> None:
     trainer = of_rows(memo := MemoCallback(alpha=0.5))
     trainer.add_callback(Stop())

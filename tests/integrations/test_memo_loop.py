@@ -587,6 +587,7 @@ def test_a_model_is_copied_within_its_loop() -> None:
             assert torch.allclose(ours.grad, copys.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_backward_after_its_step_tells_what_to_do() -> None:
     """A step ends a batch, after which the memory of the profiled one is freed."""
     model = build()

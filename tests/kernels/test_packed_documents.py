@@ -242,6 +242,7 @@ def in_blocks(backend, inputs: Inputs, spec: AttentionSpec, query_start: int, ed
     return Attended(merged.out, merged.lse, dq, *(torch.cat(parts, 2) for parts in zip(*grads, strict=True)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 @settings(max_examples=100)
 @given(

@@ -388,6 +388,7 @@ def save_without_room(path, full_rank):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_cannot_write_fails_all(tmp_path, rank):
     saved = run("zero2-dp2", save, tmp_path / "last.ckpt")

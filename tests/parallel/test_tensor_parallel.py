@@ -287,6 +287,7 @@ def compare_plain() -> list[float]:
     return [*found, compare(partial(_plain, OpenLayer), batch, False, OPEN_PLAN)]
 
 
+@pytest.mark.slow
 def test_plain_models() -> None:
     for found in run_in_processes(2, compare_plain):
         assert max(found) <= 1e-5, found

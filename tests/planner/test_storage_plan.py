@@ -537,6 +537,7 @@ def problems_with_prices():
         yield of_disk, Budget(device_bytes=11 * 10**9, host_bytes=5 * 10**9, disk_bytes=space)
 
 
+@pytest.mark.slow
 def test_prices_are_what_solving_with_a_little_more_or_less_brings():
     share, exact, seen = 1e-3, 0, set()
     for costs, budget in problems_with_prices():

@@ -53,6 +53,7 @@ def copied(instructions: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return pairs
 
 
+@pytest.mark.slow
 def test_the_package_can_be_built_from_what_is_copied(instructions: list[tuple[str, str]], tmp_path: Path) -> None:
     for source, target in copied(instructions):
         assert target == f"/source/{source}"

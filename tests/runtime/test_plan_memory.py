@@ -392,6 +392,7 @@ def test_a_user_without_a_home_still_trains(monkeypatch, tmp_path):
     assert str(user_cache("plans")).startswith(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_without_a_compiler_training_goes_on_and_says_so(unplanned, monkeypatch):
     def no_compiler(*args, **kwargs):
         raise native.BuildError("no C++ compiler: install g++")

@@ -75,6 +75,7 @@ def test_memory_and_gradients(alpha: float, swapped: int) -> None:
     assert all(torch.equal(value, weights[name]) for name, value in module.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_plan_is_resumed(tmp_path: Any) -> None:
     """The plan in a checkpoint is used again, and a plan from a file may be used by layers that can be cut."""
     first = fit(MemoStrategy(alpha=0.5), LanguageModel(model), batches(data()))

@@ -150,6 +150,7 @@ def test_strategy_object_belongs_to_one_trainer():
     assert fit(MemoStrategy(alpha=1.0)).losses == plain().losses
 
 
+@pytest.mark.slow
 def test_other_namespace():
     """`pytorch_lightning.Trainer` refuses strategies of `lightning.pytorch`, and prints what to use."""
     pytest.importorskip("pytorch_lightning")

@@ -216,7 +216,7 @@ class Starved(nn.Module):
         return x
 
 
-@slow_if(lambda case_id: case_id in ("1", "3"))
+@pytest.mark.slow
 @pytest.mark.parametrize("call", range(1, 13, 2))
 def test_out_of_memory_says_nothing_about_a_layer(call):
     """Layers are cut in later steps, and no line says that they cannot be."""
@@ -231,6 +231,7 @@ def test_out_of_memory_says_nothing_about_a_layer(call):
     assert result.losses[-3:] == pytest.approx(fit("auto", LanguageModel("block"), max_steps=3).losses, abs=3e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [2, 3])
 def test_out_of_memory_while_gradients_accumulate(batch):
     """The forward of any batch is run again, with the results of a run in which nothing failed."""
@@ -239,6 +240,7 @@ def test_out_of_memory_while_gradients_accumulate(batch):
     assert result.losses[:4] == plain(**settings).losses[:4]
 
 
+@pytest.mark.slow
 def test_out_of_memory_in_a_window_of_one_batch():
     """The last batch of an epoch may be the only one whose gradients a step adds up: its backward is run again."""
     settings = {"accumulate_grad_batches": 2, "max_steps": 4}

@@ -334,6 +334,7 @@ def own_handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_handlers")
 def test_the_end_of_a_fit_waits_for_asynchronous_checkpoints(trainer_of: Any, tmp_path: Path) -> None:
     settings = {"max_steps": 2, "enable_checkpointing": True}
@@ -422,6 +423,7 @@ def served(folder: Path) -> Iterator[str]:
             thread.join()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_on_a_web_server(trainer_of: Any, tmp_path: Path) -> None:
     first = saved(trainer_of, tmp_path / "a.ckpt")
     with served(tmp_path) as url:

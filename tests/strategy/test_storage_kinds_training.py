@@ -106,6 +106,7 @@ def test_processes_with_the_same_layers_have_the_same_plan(stage: int, device_me
 # ---- the default
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("joint", [False, True])
 def test_kinds_are_planned_by_default(joint: bool) -> None:
     result = fit(MemoStrategy(test_mode=JOINT if joint else None, **BUDGET), LanguageModel("llama_gqa"))

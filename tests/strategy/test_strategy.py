@@ -210,6 +210,7 @@ def test_plan_is_reused(as_path):
     assert_as_plain(result, plain_of(), 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["model", "precision"])
 def test_foreign_plan_is_not_used(change):
     """A plan for another model or precision is set aside in one line, and the first batch is profiled."""
@@ -304,6 +305,7 @@ def test_bound_tells_wrong_training_apart(plain_curve):
     assert largest_difference(wrong.losses, plain_curve.losses[:20]) > 10 * CURVE_BOUND
 
 
+@pytest.mark.slow
 @slow_pair
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
@@ -327,7 +329,7 @@ OPTIONS = {
 }
 
 
-@slow_if(lambda alpha: alpha == 1.0)
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.5, 1.0])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_trainer_options(options, alpha):
@@ -428,6 +430,7 @@ def test_second_fit(family, reuse):
     assert len(losses[0]) == 8
 
 
+@pytest.mark.slow
 def test_same_trainer_serves_another_model():
     """One trainer and strategy object, two models: the second is profiled anew."""
     result = fit(MemoStrategy(alpha=1.0))
@@ -647,6 +650,7 @@ def test_kinds_of_training_steps(kind, calls, alpha):
     assert result.plan.swap.calls == calls
 
 
+@pytest.mark.slow
 def test_learning_rate_finder():
     """The tuner, which trains with callbacks of its own, finds what it finds in plain training; then fit goes on."""
     found = []
@@ -714,6 +718,7 @@ def test_batches_of_varying_length(family, alpha):
     assert_as_plain(result, plain(LanguageModel(family), data, max_steps=len(data)), alpha)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [2, 3])
 def test_tiny_sequences(tokens):
     """Sequences shorter than the number of slices that alpha asks for."""
@@ -722,7 +727,7 @@ def test_tiny_sequences(tokens):
     assert_as_plain(result, plain(data=data), 0.5)
 
 
-@slow_if(lambda alpha: alpha != 0.5)
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("padded_first", [False, True], ids=["padded later", "padded first"])
 def test_right_padding(padded_first, alpha):

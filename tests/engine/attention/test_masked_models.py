@@ -306,6 +306,7 @@ def test_masks_among_processes(build: Callable[[], nn.Module], batch: Callable[[
     assert sum(parts) / 2 == pytest.approx(plain_training(build, batch).losses[0], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_attention_implementations_come_back() -> None:
     model = gemma3()
     model.model.vision_tower.set_attn_implementation("eager")

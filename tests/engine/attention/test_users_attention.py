@@ -61,7 +61,7 @@ def registered(function: Callable[..., Any], name: str) -> Callable[[], nn.Modul
 REGISTERED = {"louder": registered(louder, "louder"), "off_by_one": registered(off_by_one, "off_by_one")}
 
 
-@slow_if(lambda name, settings: settings != {"alpha": 0.5} and name != "louder")
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", REGISTERED)
 def test_registered_functions_compute_what_they_compute_in_plain_training(name: str, settings: dict[str, Any]) -> None:
@@ -110,6 +110,7 @@ def test_functions_that_the_code_of_a_model_names() -> None:
     compare(with_own_code, {"alpha": 0.5})
 
 
+@pytest.mark.slow
 def test_functions_of_transformers_are_replaced() -> None:
     """So that a user's function is not the only thing that the tests above could see."""
     for implementation in ("sdpa", "eager"):

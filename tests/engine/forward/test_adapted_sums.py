@@ -226,6 +226,7 @@ def test_modules_of_users(make: Callable[[], nn.Module], stored: bool) -> None:
     train(make(), stored)
 
 
+@pytest.mark.slow
 def test_types_change_from_step_to_step() -> None:
     model, batch = build(), make_batch(2, TOKENS)
     with ByKind(model) as under_test:

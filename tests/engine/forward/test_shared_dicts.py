@@ -11,7 +11,6 @@ import pytest
 import torch.nn.functional as F
 from support.attention.recorded_training import compare
 from support.families import VOCABULARY, PlainBlock, PlainModel
-from support.markers.slow import slow_if
 from support.trainer_harness import LanguageModel, fit, loader, plain
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
@@ -61,7 +60,7 @@ class Leaving(PlainBlock):
         return y
 
 
-@slow_if(lambda case_id: not case_id.endswith("{'alpha': 0.5}"))
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize(("made", "by_name"), [(dict, True), (UserDict, False), (OrderedDict, True)])
 @pytest.mark.filterwarnings("error:.*as one slice")

@@ -142,7 +142,7 @@ class _Validated(InFp8):
             self.loss({name: t.to(self.device) for name, t in next(iter(loader())).items()})
 
 
-@slow_if(lambda alpha: alpha == 1)
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 1.0])
 def test_scales_that_inference_has_made(te: Any, alpha: float) -> None:
     """Nothing outside of inference mode may write them, apart from kernels."""

@@ -221,6 +221,7 @@ def test_documents_of_a_row_are_not_handed_states() -> None:
     assert reasons == ["causal_conv1d_fn keeps documents of a row apart (seq_idx)"]
 
 
+@pytest.mark.slow
 def test_recurrences_without_a_state_argument_run_whole() -> None:
     config = transformers.JambaConfig(
         vocab_size=96, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,

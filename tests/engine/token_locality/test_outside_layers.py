@@ -181,6 +181,7 @@ def test_hooks_of_a_user_are_refused(part: str) -> None:
     assert not seen
 
 
+@pytest.mark.slow
 def test_a_proof_leaves_no_trace() -> None:
     model = build()
     before = [dict(vars(module)) for module in model.modules()]

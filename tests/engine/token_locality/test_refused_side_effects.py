@@ -162,6 +162,7 @@ def test_arguments_that_are_changed_unseen_are_refused() -> None:
         fit(MemoStrategy(alpha=0.0), run, batches([make_batch(2, 24)]), max_steps=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("acts", "message"), [(scales_its_weight, WRITES), (appends, KEEPS)])
 def test_a_single_layer_that_does_so_is_found(acts: Callable[..., Any], message: str) -> None:
     """Other layers of its class are probed in its place."""

@@ -300,6 +300,7 @@ class OpenedLlama(LanguageModel):
             OPEN[layer.mlp] = int(self.trainer.global_step >= 2)
 
 
+@pytest.mark.slow
 def test_slices_of_the_model_are_compared() -> None:
     with pytest.raises(ValueError, match=r"LlamaDecoderLayer does not compute in slices .* \(hidden states\)"):
         fit(MemoStrategy(plan_memory=False, slice_tokens=16, stream_from_host="model"), OpenedLlama(), max_steps=6)
@@ -337,6 +338,7 @@ class OwnAutocast(PlainBlock):
             return super().forward(x).float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"alpha": 0.5}, {"alpha": 0.5, "slice_tokens": 8}], ids=str)
 def test_rounding_in_half_precision_is_no_difference(settings: dict[str, Any]) -> None:
     with warnings.catch_warnings():
