@@ -306,7 +306,6 @@ def test_bound_tells_wrong_training_apart(plain_curve):
 
 
 @pytest.mark.slow
-@slow_pair
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("family", ["block_dropout", "llama"])
