@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any
 
 import torch
 from fsspec.core import url_to_fs
@@ -39,9 +39,6 @@ from lightning_memo.parallel.sharded_checkpoint import (
 from lightning_memo.utils.files import OutputFile, commit, find_complete, unfinished
 from lightning_memo.utils.find_layers import find_hugging_face
 
-PLAN_KEY: Final = "lightning_memo_plan"
-"""Entry of a checkpoint with the plan of the run, as JSON."""
-
 
 class CheckpointingStrategy(ParallelStrategy):
     """Saves and loads the model and the optimizers, whole in a single process and sharded in several.
@@ -53,7 +50,6 @@ class CheckpointingStrategy(ParallelStrategy):
 
     _checkpoint_path: Any = "checkpoint"
     _opened: CheckpointSource | None = None
-    _resumed_plan: str | None = None
     _model_is_divided = False
 
     @property
@@ -121,8 +117,6 @@ class CheckpointingStrategy(ParallelStrategy):
             checkpoint = dict(self._opened.rest)
             if "lr_schedulers" in checkpoint:  # otherwise the checkpoint holds weights only
                 checkpoint["optimizer_states"] = optimizer_names(self._opened)
-        # A search, like that of the batch size, saves and loads a checkpoint before there is a plan.
-        self._resumed_plan = checkpoint.get(PLAN_KEY, self._resumed_plan)
         return checkpoint
 
     def _open(self, path: Any, weights_only: bool | None) -> CheckpointSource | None:

@@ -419,7 +419,7 @@ class DistributedStrategy(CheckpointingStrategy):
     def _release_model(self) -> None:
         """Undo what `_divide_model` attached to the model, and forget the checkpoint from which it was restored."""
         self._divided.close()
-        self._opened, self._resumed_plan, self._model_is_divided = None, None, False
+        self._opened, self._model_is_divided = None, False
 
     @override
     def teardown(self) -> None:

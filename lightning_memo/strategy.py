@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
@@ -20,7 +20,6 @@ from typing_extensions import override
 
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.callbacks.lightning_run import LightningRun, RuntimeCallback
-from lightning_memo.checkpointing import PLAN_KEY
 from lightning_memo.config import MemoConfig, refusing_gone
 from lightning_memo.distributed import DistributedStrategy
 from lightning_memo.engine import Engine, TestMode
@@ -31,6 +30,8 @@ from lightning_memo.runtime.start_engine import check_machine, start_engine
 from lightning_memo.runtime.training_runtime import TrainingRuntime
 from lightning_memo.trials.longest_sequence import find_longest
 from lightning_memo.utils.find_layers import NoLayersError
+
+_PLAN: Final = "lightning_memo_plan"  # entry of a checkpoint, as JSON
 
 
 class MemoStrategy(DistributedStrategy):
@@ -179,6 +180,7 @@ class MemoStrategy(DistributedStrategy):
         self._runtime: TrainingRuntime | None = None
         self._callback: RuntimeCallback | None = None
         self._copied_plan: Plan | None = None
+        self._resumed_plan: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy of a Trainer, such as a pickled one, trains anew. The engine holds threads, locks and device memory.
@@ -263,6 +265,8 @@ class MemoStrategy(DistributedStrategy):
         self.setup_precision_plugin()
         if fitting and not self.config.offload_state:
             _optimizers_to_device(self.optimizers, self.root_device)
+        if fitting:
+            self._runtime = None  # that of an earlier fit has another plan
         if fitting or (self._processes is not None and self._processes.cuts_tokens):
             self._start_engine(trainer, self.model, fitting)
 
@@ -284,21 +288,8 @@ class MemoStrategy(DistributedStrategy):
             self._train_pipeline(self._processes, engine, self._runtime)
         elif run.automatic_optimization:
             engine.before_layer = functools.partial(self._end_on_sigterm, trainer, self._runtime)
-        self._callback = RuntimeCallback(self._runtime, lambda: self._resumed_plan if self._has_one_plan else None)
+        self._callback = RuntimeCallback(self._runtime, lambda: self._resumed_plan)
         trainer.callbacks.insert(0, self._callback)
-
-    @property
-    def _has_one_plan(self) -> bool:
-        """Whether a checkpoint can keep the plan. The stages of a pipeline have different ones."""
-        return self.config.pipeline_parallel_size == 1
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        # A resumed run computes the same numbers only with the same plan: another alpha rounds differently.
-        plan = self._resumed_plan if self.plan is None else self.plan.to_json()
-        if plan is not None and self._has_one_plan:
-            checkpoint = checkpoint | {PLAN_KEY: plan}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @staticmethod
     def _end_on_sigterm(trainer: pl.Trainer, runtime: TrainingRuntime) -> None:
@@ -330,6 +321,7 @@ class MemoStrategy(DistributedStrategy):
             callbacks = self.lightning_module.trainer.callbacks
             callbacks[:] = [callback for callback in callbacks if callback is not self._callback]
         self._release_model()
+        self._resumed_plan = None
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -344,6 +336,29 @@ class MemoStrategy(DistributedStrategy):
     def teardown(self) -> None:
         self._stop_engine()
         super().teardown()
+
+    # ---- the plan in checkpoints
+
+    @property
+    def _keeps_plan(self) -> bool:
+        """Whether checkpoints contain the plan. The stages of a pipeline have different ones."""
+        return self.config.pipeline_parallel_size == 1
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        # A resumed run computes the same numbers only with the same plan: another alpha rounds differently.
+        plan = self._resumed_plan if self.plan is None else self.plan.to_json()
+        if plan is not None and self._keeps_plan:
+            checkpoint = checkpoint | {_PLAN: plan}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._keeps_plan:
+            # A search, like that of the batch size, saves and loads a checkpoint before there is a plan.
+            self._resumed_plan = checkpoint.get(_PLAN, self._resumed_plan)
+        return checkpoint
 
     # ---- a step
 

@@ -59,7 +59,7 @@ _USABLE_SHARE_FOR_KEPT: Final = 0.9
 _ATTEMPTS: Final = 10
 # Bounce buffers are never smaller than the bytes that a layer call spills.
 _LEAST_BOUNCE_SHARE: Final = 1.0
-_FRACTIONS: Final = 16
+_FRACTIONS: Final = 32
 """Parts into which the interval of alpha is divided; intervals beside the best bound are halved from there on."""
 
 

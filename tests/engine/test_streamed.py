@@ -270,15 +270,6 @@ class UsesFirstLayer(transformers.LlamaForCausalLM):
         return output
 
 
-def test_losses_of_inner_layers_slice_by_slice_are_refused() -> None:
-    model = UsesFirstLayer(build("llama").config)
-    with (
-        EngineUnderTest(model, slice_tokens=8, stream_from_host="model") as under_test,
-        pytest.raises(ValueError, match="other outputs of its layers than the last one"),
-    ):
-        under_test.model(**make_batch(2, 61))
-
-
 class OfOneLength(transformers.LlamaForCausalLM):
     def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
         if input_ids.shape[1] != 61:
@@ -286,11 +277,18 @@ class OfOneLength(transformers.LlamaForCausalLM):
         return super().forward(input_ids, **kwargs)
 
 
-def test_models_of_one_length_slice_by_slice_are_refused() -> None:
-    model = OfOneLength(build("llama").config)
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (UsesFirstLayer, "other outputs of its layers than the last one"),
+        (OfOneLength, "ended with: only 61 tokens are supported: use stream_from_host"),
+    ],
+)
+def test_forwards_that_no_slice_can_run_are_refused(kind: type[nn.Module], message: str) -> None:
+    model = kind(build("llama").config)
     with (
         EngineUnderTest(model, slice_tokens=8, stream_from_host="model") as under_test,
-        pytest.raises(ValueError, match="ended with: only 61 tokens are supported: use stream_from_host"),
+        pytest.raises(ValueError, match=message),
     ):
         under_test.model(**make_batch(2, 61))
 

@@ -3,8 +3,8 @@
 The rows are on the host, or they are computed when they are read. With `stream_from_host="hidden"`, the hidden states
 between layers are offloaded. Layers, the last norm and the loss read and write them slice by slice. Other operations
 get a real tensor that is computed once, which is correct but takes as much device memory as in plain training; so do
-readers of memory (NumPy, pickle, DLPack). All aliases use the real tensor from then on, and its
-views are views of them, so that writes in place reach all of them. Rows of which there is no real tensor never change.
+readers of memory (NumPy, pickle, DLPack). All aliases use the real tensor from then on, and its views are views of
+them, so that writes in place reach all of them. Rows of which there is no real tensor never change.
 """
 
 from __future__ import annotations
