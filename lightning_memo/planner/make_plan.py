@@ -388,6 +388,8 @@ class _Fractions(_Search):
                 known[part] = self._at(alpha_of(part), budget)
             return known[part]
 
+        if judged(0).over.keys() - {"device memory"}:  # larger fractions need more
+            raise HostMemoryError(0.0, judged(0).swap.memory, budget)
         most = bisect_right(range(parts + 1), limits.most_alpha, key=alpha_of) - 1
         step = max(-(-most // _FRACTIONS), 1)
         tried: Iterable[int] = (*range(0, most, step), most)
@@ -398,8 +400,6 @@ class _Fractions(_Search):
             step = -(-step // 2)
             tried = max(chosen - step, 0), chosen, min(chosen + step, most)
         found, alpha = judged(chosen), alpha_of(chosen)
-        if found.over.keys() - {"device memory"}:
-            raise HostMemoryError(alpha, found.swap.memory, budget)
         more = judged(chosen + 1) if chosen < most else None
         return replace(found, reason=alpha_reason(found, more, alpha, budget))
 
