@@ -7,8 +7,10 @@ EXTRAS := $(CURDIR)/$(VENV)/extras
 EXTRAS_INSTALLED := $(VENV)/.extras_installed
 EXTRAS_TESTS := tests/strategy/test_quantised.py tests/strategy/test_float8.py tests/kernels/test_liger.py
 WORKERS := -n 2 --dist worksteal
-# `make test-slow test-cuda PART=2/24` runs the second one of 24 parts of the cases that repeat what `make test` covers.
+# `make test-slow test-cuda PART=2/36` runs the second one of 36 parts of the cases that repeat what `make test` covers, and
+# one of 4 parts of the few cases with late copies.
 PARTED = $(if $(PART),--part $(PART))
+PARTED_LATE = $(if $(PART),--part $$(($(firstword $(subst /, ,$(PART))) % 4 + 1))/4)
 # The environment with the CUDA build of torch and the emulated device.
 CUDA_VENV := .cuda/venv
 CUDA_RUN := $(CUDA_VENV)/bin/python
@@ -59,7 +61,7 @@ test-cuda: $(CUDA_INSTALLED)
 		tests/gpu/test_cuda_allocator.py tests/gpu/test_cuda_allocator_training.py
 	TEST_DEVICE=cuda $(CUDA_RUN) -m pytest $(WORKERS) $(PARTED) -m "not slow" $$(grep -v '^#' tests/emulated_cuda/also_on_cuda.txt)
 	grep -v '^#' tests/emulated_cuda/late_on_cuda.txt | TEST_DEVICE=cuda EMULATED_CUDA_COPY_DELAY_US=5000 \
-		EMULATED_CUDA_KERNEL_DELAY_US=200 EMULATED_CUDA_SEED=$(SEED) xargs -d '\n' $(CUDA_RUN) -m pytest $(WORKERS)
+		EMULATED_CUDA_KERNEL_DELAY_US=200 EMULATED_CUDA_SEED=$(SEED) xargs -d '\n' $(CUDA_RUN) -m pytest $(WORKERS) $(PARTED_LATE)
 
 # Tests of what uses most of torch's private parts, with the newest torch.
 test-newest: export OMP_NUM_THREADS = 1
