@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_memo.engine.memory.offloaded_tensor import part_of
+from lightning_memo.engine.memory.saved_storages import version_of
+
+# Tokens of several shards are no view of an argument. Layers share the copy, as they share the argument.
+_copies: Final[Any] = WeakTensorKeyDictionary()  # by what was cut
+_storages: Final[dict[int, StorageWeakRef]] = {}  # of the copies
 
 
 def cut(tree: Any, tokens: int, start: int, stop: int, batch: int, token_dim: int, shards: int = 1) -> Any:
@@ -18,9 +25,27 @@ def cut(tree: Any, tokens: int, start: int, stop: int, batch: int, token_dim: in
 
     def narrow(t: torch.Tensor) -> torch.Tensor:
         dim = token_dim_of(t, tokens, batch, token_dim, shards)
-        return t if dim is None else take_tokens(t, dim, tokens, start, stop)
+        if dim is None:
+            return t
+        if t.shape[dim] == tokens or t.requires_grad:
+            return take_tokens(t, dim, tokens, start, stop)
+        copies, key = _copies.setdefault(t, {}), (version_of(t), dim, tokens, start, stop)
+        if key not in copies:
+            copies[key] = take_tokens(t, dim, tokens, start, stop)
+            for gone in [address for address, storage in _storages.items() if storage.expired()]:
+                del _storages[gone]
+            storage = copies[key].untyped_storage()
+            _storages[storage._cdata] = StorageWeakRef(storage)
+        copy: torch.Tensor = copies[key]
+        return copy
 
     return tree if start == 0 and stop == tokens else tree_map_only(torch.Tensor, narrow, tree)
+
+
+def is_shared_copy(t: torch.Tensor) -> bool:
+    """Return whether `t` lies in a copy of an argument's tokens that the layers share."""
+    storage = _storages.get(t.untyped_storage()._cdata) if _storages else None
+    return storage is not None and not storage.expired()
 
 
 def token_dim_of(t: torch.Tensor, tokens: int, batch: int, token_dim: int, shards: int = 1) -> int | None:

@@ -18,6 +18,7 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_memo.engine.copy_streams import CopyEvent
+from lightning_memo.engine.forward.cut_tokens import is_shared_copy
 from lightning_memo.engine.forward.intercept import OwnMode
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.matrix_products import WEIGHT_PLACES
@@ -423,7 +424,7 @@ class NonActivations:
         # A sparse tensor has no storage that could be copied.
         if t.dim() == 0 or t.numel() == 0 or isinstance(t, nn.Parameter) or is_sparse(t):
             return True
-        if _storages(t) <= self._storages:
+        if _storages(t) <= self._storages or is_shared_copy(t):
             return True
         return self._is_made_of_a_weight(t)
 

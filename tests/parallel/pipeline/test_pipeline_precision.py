@@ -62,7 +62,7 @@ class WatchMemory(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         memory = trainer.strategy.engine.memory
-        self.notes = {"unplanned": memory.stats.unplanned_slots}
+        self.notes = {"unplanned": memory.stats.unplanned_slots + memory.stats.overflow_bytes}
         self.notes |= {"host": memory.host_bytes, "peak": memory.stats.peak_host_bytes}
 
 
