@@ -197,7 +197,7 @@ def test_plans_whose_fields_contradict_each_other() -> None:
         assert list(map(plan.swap.slot_disk_bytes, range(plan.swap.calls)))
         if not plan.swap.storage.has_one_alpha:
             assert plan.swap.storage.share("input") >= 0.0
-            why_not_stored(plan.swap.storage, nested=True)
+            why_not_stored(plan.swap.storage, joint_attention=True)
         if plan.storage_costs is not None:
             calls = plan.storage_costs.call_classes
             assert plan.storage_costs.pairs(calls) is not None and plan.storage_costs.unpaired(calls) is not None

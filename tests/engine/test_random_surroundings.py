@@ -20,7 +20,7 @@ from support.surroundings.training import drawn, outcome, shortest
 
 from lightning_memo.loss.logits_recipe import Recipe
 
-CHUNKS, SESSIONS = 12, draws(12)  # of about 17 programs
+CHUNKS, SESSIONS = 6, draws(12)  # of about 17 programs
 MOST_REFUSED = 0.25
 
 
