@@ -12,9 +12,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_memo.engine.memory.offloaded_tensor import part_of
 from lightning_memo.engine.memory.saved_storages import version_of
 
-# Tokens of several shards are no view of an argument. Layers share the copy, as they share the argument.
-_copies: Final[Any] = WeakTensorKeyDictionary()  # by what was cut
-_storages: Final[dict[int, StorageWeakRef]] = {}  # of the copies
+_shared: Final[Any] = WeakTensorKeyDictionary()
+"""Copies by the argument of which they are parts, and its version then; see `_share`."""
+_storages: Final[dict[int, StorageWeakRef]] = {}
+"""Storages of these copies by address, which is another one's as soon as a copy is freed."""
 
 
 def cut(tree: Any, tokens: int, start: int, stop: int, batch: int, token_dim: int, shards: int = 1) -> Any:
@@ -27,24 +28,32 @@ def cut(tree: Any, tokens: int, start: int, stop: int, batch: int, token_dim: in
         dim = token_dim_of(t, tokens, batch, token_dim, shards)
         if dim is None:
             return t
-        if t.shape[dim] == tokens or t.requires_grad:
-            return take_tokens(t, dim, tokens, start, stop)
-        copies, key = _copies.setdefault(t, {}), (version_of(t), dim, tokens, start, stop)
-        if key not in copies:
-            copies[key] = take_tokens(t, dim, tokens, start, stop)
-            for gone in [address for address, storage in _storages.items() if storage.expired()]:
-                del _storages[gone]
-            storage = copies[key].untyped_storage()
-            _storages[storage._cdata] = StorageWeakRef(storage)
-        copy: torch.Tensor = copies[key]
-        return copy
+        may_be_saved = torch.is_grad_enabled() and type(t) is torch.Tensor and not (t.requires_grad or t.is_inference())
+        take = _share if t.shape[dim] != tokens and may_be_saved else take_tokens
+        return take(t, dim, tokens, start, stop)
 
     return tree if start == 0 and stop == tokens else tree_map_only(torch.Tensor, narrow, tree)
 
 
+def _share(t: torch.Tensor, dim: int, tokens: int, start: int, stop: int) -> torch.Tensor:
+    """Return tokens of several shards, which are no view of `t`: the layers share the copy, as they share `t`.
+
+    A copy that a layer has changed in place is not shared any more.
+    """
+    copies, key = _shared.setdefault(t, {}), (dim, tokens, start, stop)
+    version, copy = copies.get(key, (None, None))
+    if version != version_of(t) or version_of(copy):
+        copy = take_tokens(t, *key)
+        copies[key] = version_of(t), copy
+        for gone in [address for address, storage in _storages.items() if storage.expired()]:
+            del _storages[gone]
+        _storages[copy.untyped_storage()._cdata] = StorageWeakRef(copy.untyped_storage())
+    return copy
+
+
 def is_shared_copy(t: torch.Tensor) -> bool:
-    """Return whether `t` lies in a copy of an argument's tokens that the layers share."""
-    storage = _storages.get(t.untyped_storage()._cdata) if _storages else None
+    """Return whether `t` lies in a copy of an argument's tokens that layers share."""
+    storage = _storages.get(t.untyped_storage()._cdata) if _storages and type(t) is torch.Tensor else None
     return storage is not None and not storage.expired()
 
 
