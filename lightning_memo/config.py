@@ -127,6 +127,7 @@ class MemoConfig:
     # model
     layers: str | Sequence[str] | None = None
     attention: str = "auto"
+    fused_kernels: bool = True
 
     # debug
     check_slices: bool = True

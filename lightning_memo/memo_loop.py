@@ -82,6 +82,7 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
         # model
         layers: str | Sequence[str] | None = None,
         attention: str = "auto",
+        fused_kernels: bool = True,
         # debug
         check_slices: bool = True,
         test_mode: TestMode | None = None,

@@ -115,6 +115,11 @@ class MemoStrategy(DistributedStrategy):
         attention: Attention kernel: "auto", "sdpa", "cudnn", "flash_attn", "flash_attn_3", "flash_attn_4" or
             "transformer_engine". "auto" times the kernels that support the model's calls, for some milliseconds of the
             first step, and takes the fastest one. The plan records the choice.
+        fused_kernels: Whether fewer kernels than modules call themselves compute parts of layers, which rounds
+            differently: on GPUs, norms of transformers run by `torch.nn.functional.rms_norm`, and gated feed-forwards
+            and rotary positions by kernels of Triton, if their class or function agrees with them. A linear module
+            that LoRA adapts is one operation: the product with B adds to the output of the base layer, and adapters are
+            cast, not activations.
         check_slices: Whether one layer is compared with itself in slices in steps 1, 2, 4, ..., 64, and in every 64th
             step, on an eighth of the tokens, at most 1024. If anything differs (queries, keys, values, outputs,
             gradients), a warning says so, and layers run as one slice from then on; where they cannot, the run ends.
@@ -165,6 +170,7 @@ class MemoStrategy(DistributedStrategy):
         # model
         layers: str | Sequence[str] | None = None,
         attention: str = "auto",
+        fused_kernels: bool = True,
         # debug
         check_slices: bool = True,
         test_mode: TestMode | None = None,

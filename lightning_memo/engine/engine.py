@@ -41,6 +41,7 @@ from lightning_memo.engine.loaded_plan import (
 from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.offloaded_tensor import OffloadedTensor, real
 from lightning_memo.engine.memory.slot_memory import SlotMemory
+from lightning_memo.engine.modules.fused_kernels import attach_fused
 from lightning_memo.engine.modules.layer_classes import LayerClasses, RequestedSettings
 from lightning_memo.engine.modules.layer_forward import (
     disable_compile,
@@ -174,6 +175,8 @@ class Engine:
             self._run, unpack_container_arguments(dicts_apart(functools.partial(run_eager, self._run_call)))
         )
         self._undo.extend(replace_forward(layer, run) for layer in self.layers)
+        if self.settings.fused_kernels:
+            self._undo += attach_fused(self.layers, self.device)
         self._undo += attach_attention(self._model, current)
         self._undo += attach_rotary(self._model, self.layers, current)
         if self.settings.states_on_host:

@@ -52,7 +52,8 @@ class CausalLM(LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.batch_tokens = 0
-        self._config = ModelConfig(**model)
+        # Checkpoints of earlier versions have an option that is now the default of `fused_kernels`.
+        self._config = ModelConfig(**{name: value for name, value in model.items() if name != "liger"})
         self.model: nn.Module | None = None
         self._rng_state: tuple[Tensor, Tensor | None] | None = None
 
@@ -83,7 +84,7 @@ class CausalLM(LightningModule):
     def configure_model(self) -> None:
         """Builds the model in the precision and on the device of the trainer. Later calls do nothing."""
         if self.model is None:
-            self.model = build_model(self._config, None if self._trainer is None else self.trainer.strategy.root_device)
+            self.model = build_model(self._config)
 
     @override
     def on_before_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:

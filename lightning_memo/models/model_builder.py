@@ -1,17 +1,13 @@
 """Builds Hugging Face causal language models, from a configuration, a local folder or the Hub.
 
-Options: LoRA, positions that are scaled to sequences longer than a model was trained on, and liger-kernel's faster
-norms, rotary positions and feed-forwards, which save fewer tensors.
+Options: LoRA, and positions that are scaled to sequences longer than a model was trained on.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final
 
 import torch
@@ -19,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.imports import RequirementCache
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from lightning_memo.shapes.hf_config import MODEL_FILES, hub_folder
 from lightning_memo.utils.units import read_length
@@ -53,9 +49,6 @@ class ModelConfig:
     follows from ``rope_scaling``."""
     lora: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `peft.LoraConfig`, including ``r``. Empty, or with ``r`` 0, all weights are trained."""
-    liger: bool = False
-    """Whether to use liger-kernel for norms, rotary positions and feed-forward layers, on a GPU; see
-    `lightning_memo.models.model_builder.apply_liger`."""
     gradient_checkpointing: bool = False
     """Whether to use Hugging Face's full activation recomputation, without swapping."""
 
@@ -126,19 +119,16 @@ def check_vocabulary(model: ModelConfig, vocab_size: int) -> None:
         )
 
 
-def build_model(model: ModelConfig, device: torch.device | None = None) -> nn.Module:
+def build_model(model: ModelConfig) -> nn.Module:
     """Returns the model in torch's default dtype, which Lightning sets according to the trainer's precision.
 
     Args:
         model: Settings of the model.
-        device: Device on which the model will run; None for a GPU if there is one.
 
     Raises:
         ValueError: As for `load_hf_config`. In addition, LoRA needs peft and peft is not installed or does not know an
-            argument, or liger-kernel cannot run.
+            argument.
     """
-    if model.liger:
-        check_liger(device or torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     config, dtype, folder = load_hf_config(model), torch.get_default_dtype(), model.folder
     adapters = _lora_config(model.lora)  # before weights are read
     if folder is None:
@@ -146,7 +136,6 @@ def build_model(model: ModelConfig, device: torch.device | None = None) -> nn.Mo
     else:
         network = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
     network.train()  # from_pretrained returns the model in eval mode
-    (apply_liger if model.liger else restore_rotary)(network)
     if model.gradient_checkpointing:
         # Older releases of transformers 5 have the second name.
         getattr(network, "activation_checkpointing_enable", network.gradient_checkpointing_enable)()
@@ -269,66 +258,3 @@ def _scaled(
     else:
         options.pop(_ORIGINAL, None)
     return {"rope_type": kind, "factor": factor, **options, **kept}
-
-
-_LIGER: Final = RequirementCache("liger-kernel>=0.8")
-_ROPE: Final = "apply_rotary_pos_emb"
-_rotary_of: dict[ModuleType, Callable[..., Any]] = {}
-"""Original rotary functions of transformers modules. Layers look the function up in the module, so replacing it
-affects all models."""
-
-
-def check_liger(device: torch.device) -> None:
-    """Check that liger-kernel can run.
-
-    Args:
-        device: Device on which the model will run.
-
-    Raises:
-        ValueError: The package is missing, or Triton does not compile for the device.
-    """
-    if not _LIGER:
-        raise ValueError(
-            "model.liger=true needs liger-kernel 0.8 or later, which is not installed: "
-            "pip install 'lightning-memo[liger]', or set it to false"
-        )
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    if device.type != "cuda" and not interpreted:
-        raise ValueError(
-            f"model.liger=true needs a GPU, and this model runs on {device}: set it to false (its kernels are Triton's)"
-        )
-
-
-def apply_liger(model: PreTrainedModel) -> None:
-    """Replace the parts of a transformers model for which liger-kernel has kernels, except the loss.
-
-    The loss is computed according to `loss_chunk_tokens`. Rotary positions are replaced for all models of this type in
-    the process, until a model is built without liger-kernel.
-
-    Raises:
-        ValueError: liger-kernel has no kernels for this model type.
-    """
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance  # the function that transformers calls
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-    kind = model.config.model_type
-    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise ValueError(
-            f"model.liger=true: liger-kernel has no kernels for models of type {kind}; set it to false, or use one of "
-            f"{', '.join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))}"
-        )
-    module = sys.modules[type(model).__module__]
-    before = dict(vars(module))
-    _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
-    changed = {name: value for name, value in before.items() if getattr(module, name) is not value}
-    if _ROPE in changed:
-        _rotary_of.setdefault(module, changed.pop(_ROPE))
-    for name, value in changed.items():  # restore classes for models that are built later
-        setattr(module, name, value)
-
-
-def restore_rotary(model: nn.Module) -> None:
-    """Restore transformers' rotary positions for models of this type, if `apply_liger` replaced them."""
-    module = sys.modules[type(model).__module__]
-    if module in _rotary_of:
-        setattr(module, _ROPE, _rotary_of.pop(module))

@@ -309,6 +309,7 @@ def _requested(config: MemoConfig, stacks: int, on_this_node: int, test_mode: Te
         stacks=stacks,
         disk_path=None if config.disk_path is None else Path(config.disk_path),
         test_mode=test_mode,
+        fused_kernels=config.fused_kernels,
         check_slices=config.check_slices,
         why_not_fp8=config.why_not_fp8,
         host_limit=lambda: host_budget(config, 0, on_this_node),

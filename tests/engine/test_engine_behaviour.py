@@ -536,7 +536,9 @@ def test_lora(dropout: float, amp: bool, alpha: float) -> None:
 def test_lora_on_parameters(alpha: float) -> None:
     """PEFT registers a parametrization in each forward, which sets the weight to itself."""
     peft = pytest.importorskip("peft")
-    adapters = peft.LoraConfig(r=4, target_parameters=["mlp.up_proj.weight"], init_lora_weights=False)
+    adapters = peft.LoraConfig(
+        r=4, target_modules=[], target_parameters=["mlp.up_proj.weight"], init_lora_weights=False
+    )
     model = peft.get_peft_model(build("llama"), adapters).train()
     plain = loss_and_gradients(model, BATCHES[0])
     with EngineUnderTest(model) as under_test:

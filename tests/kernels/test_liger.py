@@ -1,4 +1,4 @@
-"""liger-kernel's kernels in the layers: the option of models, and gradients of models that somebody changed by it.
+"""liger-kernel's kernels in the layers: gradients of models that somebody changed by it.
 
 Its kernels overwrite their inputs: rotary positions in the forward, feed-forwards what they saved and norms the
 gradient of their output in the backward. They run on a CPU here, by Triton's interpreter.
@@ -23,12 +23,10 @@ from support.processes import run_in_processes
 from support.samples.storage_kinds import TOKENS, ByKind, everything
 from support.trainer_harness import LanguageModel, Sequences, fit
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-from transformers.models.llama import modeling_llama
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_memo import MemoStrategy
-from lightning_memo.models import CausalLM, ModelConfig, build_model
-from lightning_memo.models import model_builder as option
+from lightning_memo.engine.modules import fused_kernels
 
 MISSING = [name for name in ("triton", "liger_kernel") if importlib.util.find_spec(name) is None]
 REQUIRED = "EXTRAS_REQUIRED" in os.environ
@@ -115,6 +113,15 @@ def test_products_that_a_kernel_overwrites_are_stored_as_they_were(interpreter):
         assert run.engine.memory.stats.overflow_bytes > 0  # tensors that do not fit in their slot stay on the device
 
 
+@needs_liger
+def test_fused_kernels_leave_what_liger_computes(interpreter, monkeypatch):
+    monkeypatch.setattr(fused_kernels, "runs_triton", lambda device: True)
+    model, batch = build(), batch_of()
+    expected = loss_and_gradients(model, batch)
+    with EngineUnderTest(model, fused_kernels=True) as run:
+        assert_equal(run.profile_step(batch), expected)
+
+
 # ---- the loss
 
 
@@ -179,66 +186,3 @@ def test_tensor_parallelism_is_refused(interpreter):
         assert re.fullmatch(
             r"\w+MLP runs by a kernel of liger-kernel, which takes whole weights, not shards: set [^\n]+", refused
         )
-
-
-# ---- the option
-
-
-@needs_liger
-def test_the_option_takes_all_kernels_but_the_loss(interpreter):
-    own = modeling_llama.apply_rotary_pos_emb
-    config = {"model_type": "llama", **SIZES}
-    model = build_model(ModelConfig(config=config, liger=True))
-    names = {module._get_name() for module in model.modules()}
-    assert {"LigerRMSNorm", "LigerSwiGLUMLP"} <= names
-    assert "LlamaRMSNorm" not in names
-    assert modeling_llama.apply_rotary_pos_emb is not own
-    assert modeling_llama.LlamaRMSNorm.__name__ == "LlamaRMSNorm"
-    assert type(model).forward is LlamaForCausalLM.forward
-    assert "forward" not in vars(model)
-    plain = build_model(ModelConfig(config=config))
-    assert modeling_llama.apply_rotary_pos_emb is own
-    assert {module._get_name() for module in plain.modules()}.isdisjoint({"LigerRMSNorm", "LigerSwiGLUMLP"})
-
-
-@needs_liger
-def test_the_option_trains_as_without(interpreter):
-    torch.manual_seed(3)
-    config = {"model_type": "llama", **SIZES, "num_hidden_layers": 2}
-    model = build_model(ModelConfig(config=config, liger=True))
-    found = loss_and_gradients(model, batch_of())
-    plain = build_model(ModelConfig(config=config))
-    plain.load_state_dict(model.state_dict())
-    assert_close(found, loss_and_gradients(plain, batch_of()), bound=1e-5)
-
-
-@needs_liger
-def test_a_type_without_kernels_is_refused():
-    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=8, n_positions=8))
-    with pytest.raises(
-        ValueError, match=r"^model.liger=true: liger-kernel has no kernels for models of type gpt2; .*lla"
-    ):
-        option.apply_liger(model)
-
-
-def test_without_a_gpu_it_is_refused(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(option, "_LIGER", True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    module = CausalLM({"config": {"model_type": "llama", **SIZES}, "liger": True})
-    with pytest.raises(ValueError, match=r"^model.liger=true needs a GPU, and this model runs on cpu: [^\n]*$"):
-        module.configure_model()
-
-
-def test_without_the_package_it_is_refused(train, monkeypatch):
-    monkeypatch.setattr(option, "_LIGER", False)
-    status, _, errors = train("model.liger=true")
-    assert status == 2
-    assert (
-        errors.strip()
-        .splitlines()[-1]
-        .endswith(
-            "model.liger=true needs liger-kernel 0.8 or later, which is not installed: "
-            "pip install 'lightning-memo[liger]', or set it to false"
-        )
-    )

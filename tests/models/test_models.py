@@ -60,6 +60,12 @@ def test_saved_model_is_loaded_for_training(tmp_path):
         assert torch.equal(loaded.state_dict()[name], weight)
 
 
+def test_checkpoints_of_earlier_versions_have_an_option_that_is_gone():
+    module = CausalLM({"config": TINY, "liger": False})
+    module.configure_model()
+    assert module.model is not None
+
+
 def test_lora_trains_the_adapters_alone():
     model = build_model(ModelConfig(config=TINY, lora={"r": 2, "target_modules": "all-linear"}))
     trained = [name for name, p in model.named_parameters() if p.requires_grad]

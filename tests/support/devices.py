@@ -19,6 +19,9 @@ import torch
 DEVICE = torch.device(os.environ.get("TEST_DEVICE", "cpu"))
 ACCELERATOR, BACKEND = ("gpu", "cpu:gloo,cuda:nccl") if DEVICE.type == "cuda" else ("cpu", "gloo")
 
+FUSED = DEVICE.type == "cuda"
+"""Whether the device has fused kernels for all that `fused_kernels` of `MemoStrategy` means."""
+
 emulated_device: Any = None
 if importlib.util.find_spec("emulated_device") is not None and torch.cuda.is_available():
     import emulated_device

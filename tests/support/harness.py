@@ -123,6 +123,7 @@ class EngineUnderTest:
         disk_path: Folder for spilled layer calls.
         check_slices: Whether layers are compared with themselves in slices.
         joint_attention: Whether attention runs over all slices of a layer at once.
+        fused_kernels: Whether modules of layers are computed by fewer kernels, and not bit by bit as plain training.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class EngineUnderTest:
         disk_path: Path | None = None,
         check_slices: bool = True,
         joint_attention: bool = False,
+        fused_kernels: bool = False,
     ) -> None:
         self.model = on_device(model)
         self.slice_tokens, self.stream_from_host = slice_tokens, stream_from_host
@@ -150,6 +152,7 @@ class EngineUnderTest:
                 disk_path=disk_path,
                 test_mode=test_mode,
                 check_slices=check_slices,
+                fused_kernels=fused_kernels,
             ),
         )
         self.profile: StepProfile | None = None

@@ -36,6 +36,13 @@ def _with_default(dtype: torch.dtype, inner: contextlib.AbstractContextManager[A
         torch.set_default_dtype(before)
 
 
+def autocast_type(x: Tensor) -> torch.dtype | None:
+    """Return the type in which autocast computes products with `x`; `None` if it is off."""
+    kind = x.device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None
+
+
 def autocast_inputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast the inputs of an attention kernel as autocast casts those of `scaled_dot_product_attention`."""
     if not torch.is_autocast_enabled(q.device.type):

@@ -5,29 +5,14 @@ A recomputation has to deliver the tensors that the forward saved, in the same o
 is not computed again. PyTorch decides which tensors these are (views of the product's input, of autocast's copy of it,
 of a weight). Therefore the product is called as before, and only its kernel below autograd is replaced: the result is
 read from storage.
-
-Note: [Sums of products]
-LoRA adds products of a layer's modules. The backward of `base(x) + B(A(x)) * scaling` reads `x` and `A(x)`, and none of
-the terms. If the sum is in storage, neither the product of the base layer nor that of `B` has to be computed, nor their
-sum. They are called as before, and the stored sum stands for each of the terms, which nothing but the sum may read.
-
-If the adapters have another type than the base layer, the sum is cast to the type of `base(x)`. The cast is a part of
-the sum, and its output is stored, which has that type: half of the bytes if adapters in fp32 train beside a base layer
-in bf16. It stands for terms and sums of both types, because autograd saves none of them.
-
-If the sum is not in storage, each term is computed when it is read. Nothing reads the base layer's product in the last
-module of a layer, because the recomputation ends when `A(x)` is computed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import NoneType, TracebackType
+from collections.abc import Callable
+from contextvars import Token
+from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -38,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import Self, override
 
 from lightning_memo.artifacts.costs import is_product
+from lightning_memo.engine.forward.adapted_linear import OUTPUT, Compute, Output, adapted_modules
 from lightning_memo.engine.forward.intercept import OwnMode
 
-Compute = Callable[[], Tensor]
 Span = tuple[Any, Any]
 """When something began and ended."""
 
@@ -63,11 +48,8 @@ class Products(Protocol):
     def product(self, name: str, compute: Compute) -> Tensor:
         """Compute a product with a weight of this name."""
 
-    def term(self, name: str, compute: Compute) -> Tensor:
-        """Compute a product that is a term of the sum that is being computed."""
-
-    def sum(self, name: str, compute: Compute) -> Tensor:
-        """Compute the output of a module of this name that LoRA adapts."""
+    def adapted(self, name: str, compute: Compute) -> Tensor:
+        """Compute the output of a module of this name that LoRA adapts, below autograd."""
 
 
 class ProductMode(OwnMode):
@@ -78,17 +60,19 @@ class ProductMode(OwnMode):
 
     Args:
         layer: The layer.
-        products: Computes products, and the modules that LoRA adapts; see Note: [Sums of products].
+        products: Computes products, and the modules that LoRA adapts.
+        ends_with: Returns whether nothing runs after autograd has saved some tensors; it would not be computed.
     """
 
-    def __init__(self, layer: nn.Module, products: Products) -> None:
+    def __init__(
+        self, layer: nn.Module, products: Products, ends_with: Callable[[tuple[Tensor, ...]], bool] = lambda _: False
+    ) -> None:
         super().__init__()
-        self._layer, self._products = layer, products
+        self._layer, self._products, self._ends_with = layer, products, ends_with
         self._names: dict[int, str] = {}
-        self._adapted = [(_untaken(name), *rest) for name, *rest in adapted_modules(layer)]
+        self._adapted = {module: _untaken(name) for name, module in adapted_modules(layer)}
         self._counts: Counter[str] = Counter()
-        self._terms = frozenset[int]()
-        self._replaced = contextlib.ExitStack()
+        self._token: Token[Output | None] | None = None
 
     @property
     def adapts(self) -> bool:
@@ -99,9 +83,7 @@ class ProductMode(OwnMode):
     def __enter__(self) -> Self:
         named = self._layer.named_parameters()
         self._names = {id(p): _short(name) for name, p in named if not isinstance(p, DTensor)}
-        for name, module, terms in self._adapted:
-            forward = SummingForward(functools.partial(self._sum, name, terms), type(module).forward.__get__(module))
-            self._replaced.enter_context(_replaced_forward(module, forward))
+        self._token = OUTPUT.set(self._output)
         return super().__enter__()
 
     @override
@@ -109,7 +91,8 @@ class ProductMode(OwnMode):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
-        self._replaced.close()
+        assert self._token is not None
+        OUTPUT.reset(self._token)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -121,35 +104,19 @@ class ProductMode(OwnMode):
         name = self._names.get(id(args[place]))
         if name is None:
             return func(*args, **kwargs)
-        compute = self._products.term if id(args[place]) in self._terms else self._products.product
-        return compute(self._number(name), lambda: func(*args, **kwargs))
+        return self._products.product(self._number(name), lambda: func(*args, **kwargs))
 
-    def _sum(self, name: str, terms: frozenset[int], compute: Compute) -> Tensor:
-        if self.inside:
+    def _output(self, module: nn.Module, compute: Compute, saved: tuple[Tensor, ...]) -> Tensor | None:
+        if self.inside:  # another slice runs while this one waits for attention
             return compute()
-        self._terms = terms
-        try:
-            return self._products.sum(self._number(name), compute)
-        finally:
-            self._terms = frozenset()
+        if self._ends_with(saved):
+            return None
+        name = self._adapted.get(module)
+        return compute() if name is None else self._products.adapted(self._number(name), compute)
 
     def _number(self, name: str) -> str:
         self._counts[name] += 1
         return name if self._counts[name] == 1 else f"{name}#{self._counts[name]}"
-
-
-@contextlib.contextmanager
-def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    # Not by `nn.Module.__setattr__`, which users' classes may override.
-    own = vars(module)
-    before = own.get("forward")
-    own["forward"] = forward
-    try:
-        yield
-    finally:
-        del own["forward"]
-        if before is not None:  # slices may be nested
-            own["forward"] = before
 
 
 class MeasuredProduct(TorchDispatchMode):
@@ -226,40 +193,3 @@ def _short(name: str) -> str:
     """Return the name of a product without the suffix of its weight, unless a kind of tensor has that name."""
     short = name.removesuffix(".weight")
     return short if is_product(short) else name
-
-
-def adapted_modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module, frozenset[int]]]:
-    """Yield the modules of a layer that peft's LoRA adapts, with their names and the ids of the terms' weights.
-
-    Left out are modules with a variant of LoRA that reads terms (DoRA), and those whose forward or parts are a user's
-    own, which might read terms past PyTorch's operators.
-    """
-    lora = sys.modules.get("peft.tuners.lora.layer")
-    if lora is None:
-        return
-    for name, module in layer.named_modules():
-        if not (isinstance(module, lora.Linear) and type(module).forward is lora.Linear.forward):
-            continue
-        own = not isinstance(vars(module).get("forward"), (NoneType, SummingForward))
-        if own or any(adapter in module.lora_variant for adapter in module.active_adapters):
-            continue
-        if not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules() if part is not module):
-            # Not `term.weight`, which parametrizations compute, and would save for the backward.
-            weights = [term._parameters.get("weight") for term in (module.base_layer, *module.lora_B.values())]
-            yield name, module, frozenset(id(weight) for weight in weights if type(weight) is nn.Parameter)
-
-
-@dataclass(frozen=True, slots=True)
-class SummingForward:
-    """Stands in for the forward of an adapted module.
-
-    Attributes:
-        run: Called with the module's own forward, bound to its arguments; returns the output.
-        forward: The module's own forward.
-    """
-
-    run: Callable[[Callable[[], Tensor]], Tensor]
-    forward: Callable[..., Tensor]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self.run(lambda: self.forward(*args, **kwargs))

@@ -224,14 +224,14 @@ class SliceStorage:
         return self._call.store(self.group, "state", state.detach(), place)
 
     def product(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        """Compute a matrix product, or a sum of several, and store its output if the plan has a place for it."""
+        """Compute a matrix product, and store its output if the plan has a place for it."""
         out = compute()
         place = self._range.place(name)
         if place is not None and out.is_contiguous():
             self.products[name] = self._call.store_copy(self.group, name, out.detach(), place)
         return out
 
-    term = sum = product  # what the plan does not name is computed
+    adapted = product
 
     def load(self, handle: Handle) -> Tensor:
         """Return a stored tensor on the device, in the backward."""

@@ -46,6 +46,7 @@ class RequestedSettings:
         divided: Whether processes share the tokens of a sequence.
         disk_path: Folder on a disk for the layer calls that a plan spills.
         test_mode: Random delays and poisoned buffers, to bring out copy races.
+        fused_kernels: Whether parts of layers run by fewer kernels than they call themselves.
         check_slices: Whether layers in slices are compared with whole layers while training.
         why_not_fp8: With which setting layers with modules of TransformerEngine do not compute in FP8, and what to set;
             empty if they do.
@@ -61,6 +62,7 @@ class RequestedSettings:
     divided: bool = False
     disk_path: Path | None = None
     test_mode: TestMode | None = None
+    fused_kernels: bool = True
     check_slices: bool = True
     why_not_fp8: str = ""
     host_limit: Callable[[], float] = lambda: math.inf

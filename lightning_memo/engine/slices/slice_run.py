@@ -528,14 +528,17 @@ class _Recomputation:
             state = self._part.storage.load(start.state).detach().requires_grad_(start.requires_grad)
         return call.run(state)[0]
 
-    def _remaining(self) -> int:
-        return len(self._part.saved) - len(self._found.saved)
+    def _ends_with(self, saved: tuple[Tensor, ...]) -> bool:
+        """Return whether the recomputation ends as soon as autograd has saved some tensors."""
+        part, found = self._part, self._found
+        more = sum(t not in part.run.arguments for t in saved)
+        return len(found.saved) + more == len(part.saved) and len(found.qkv) == len(part.attentions)
 
     def _product_mode(self) -> ProductMode | None:
         part, layer, profile = self._part, self._part.run.call.layer, self._part.run.engine.profile
         if profile is not None and profile.with_products:
-            return ProductMode(layer, MeasuredProducts(profile, part.run.position.layer))
-        mode = ProductMode(layer, StoredMatmuls(part.storage, self._remaining))
+            return ProductMode(layer, MeasuredProducts(profile, part.run.position.layer), self._ends_with)
+        mode = ProductMode(layer, StoredMatmuls(part.storage), self._ends_with)
         return mode if part.storage.products or mode.adapts else None
 
 

@@ -67,6 +67,7 @@ from lightning_memo.kernels import AttentionSpec
 from lightning_memo.planner.token_slices import KEPT, TokenRange
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.containers import copied, entries_of, size_of
+from lightning_memo.utils.python_objects import package_of
 from lightning_memo.utils.user_errors import RefusedAtAnyLength
 
 _SHORT_TOKENS = 5
@@ -179,11 +180,11 @@ def _attributes_of(layer: nn.Module) -> dict[Place, Any]:
     attributes: dict[Place, Any] = {}
     for path, module in layer.named_modules():
         for name, value in vars(module).items():
-            if name not in _TABLES and not name.startswith(_NOTES):
+            ours = name == "forward" and package_of(type(value)) == "lightning_memo"
+            if name not in _TABLES and not name.startswith(_NOTES) and not ours:
                 own = type(value) is MethodType and value.__self__ is module
                 # Containers as they are now: users change them in place.
                 attributes[path, name] = value.__func__ if own else value.copy() if type(value) in _CHANGING else value
-    attributes.pop(("", "forward"), None)  # the engine's
     return attributes
 
 

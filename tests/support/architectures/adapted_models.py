@@ -7,6 +7,7 @@ from typing import Any
 import peft
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 from support.families import FAMILIES
@@ -109,6 +110,25 @@ def parametrized() -> nn.Module:
     for layer in model.base_model.model.model.layers:
         torch.nn.utils.parametrizations.weight_norm(layer.mlp.gate_proj.lora_B["default"])
         torch.nn.utils.parametrizations.weight_norm(layer.mlp.down_proj.base_layer)
+    return model
+
+
+def clipped() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.OlmoConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, clip_qkv=0.5,
+        pad_token_id=0, eos_token_id=1, use_cache=False,
+    )  # fmt: skip
+    targets = ["q_proj", "v_proj"]
+    adapters = peft.LoraConfig(r=RANK, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    return on_device(peft.get_peft_model(transformers.OlmoForCausalLM(config), adapters).train())
+
+
+def trained_scale() -> nn.Module:
+    model = build()
+    for module in model.modules():
+        if isinstance(module, peft.tuners.lora.Linear):
+            module.scaling["default"] = torch.tensor(1.5)
     return model
 
 

@@ -65,12 +65,13 @@ class ByKind(EngineUnderTest):
         disk_path: Path | None = None,
         host_limit: float = math.inf,
         joint_attention: bool = False,
+        fused_kernels: bool = False,
     ) -> None:
         super().__init__(model, test_mode=test_mode)
         layers = find_stacks(model)[0].layers
         settings = RequestedSettings(
             by_kind=True, disk_path=disk_path, test_mode=test_mode, host_limit=lambda: host_limit,
-            joint_attention=joint_attention,
+            joint_attention=joint_attention, fused_kernels=fused_kernels,
         )  # fmt: skip
         self.engine = Engine(model, layers, DEVICE, settings)
 
