@@ -102,6 +102,7 @@ def read_settings(settings: Mapping[str, Any], model: str) -> CommandSettings:
         zero_communication=_choice("zero_communication", settings["zero_communication"], get_args(ZeroCommunication)),
         slices=_slices(settings),
         disk_bytes=_spill_bytes(settings["disk_memory"]),
+        fused_kernels=_flag("fused_kernels", settings["fused_kernels"]),
     )
     check_request(request)
     return CommandSettings(
@@ -143,6 +144,12 @@ def read_count(name: str, value: Any, least: int = 1) -> int:
 def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> Any:
     if value not in allowed:
         raise ValueError(f"{name}={value!r}: give {', '.join(allowed)}")
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: give true or false")
     return value
 
 

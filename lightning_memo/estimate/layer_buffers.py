@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from lightning_memo.estimate.layer_operations import fuses_positions
 from lightning_memo.estimate.saved_tensors import FP32, ElementBytes, SavedTensor, saved_tensors
 from lightning_memo.planner.placement import Problem
 from lightning_memo.shapes.model_shape import ModelShape
@@ -155,9 +156,10 @@ class LayerBuffers:
         b.free(projected)
         b.make(self.stream)  # output of the norm
         b.make(self.gathered)
-        gate = self._run(b, "gate", self._ffn)
-        activated = b.make(self._ffn)
-        b.free(gate)
+        gate = activated = self._run(b, "gate", self._ffn)
+        if not self.shape.fused_gates:
+            activated = b.make(self._ffn)
+            b.free(gate)
         copies = [self.copy(b, self.tokens * self.shape.hidden), self.copy(b, self.layer_weights[4])]
         up = self._run(b, "up", self._ffn)
         b.free(*copies)
@@ -167,9 +169,9 @@ class LayerBuffers:
         b.free(product)
 
     def _run(self, b: Buffers, product: str, size_bytes: int) -> int:
-        """Records a product. The output of an adapter is scaled and added."""
+        """Records a product. Unless it is fused, the output of an adapter is scaled and added by itself."""
         result = b.make(size_bytes)
-        if not self.shape.adapts(product):
+        if not self.shape.adapts(product) or self.shape.fused:
             return result
         adapted, scaled = b.make(size_bytes), b.make(size_bytes)
         b.free(adapted)
@@ -178,7 +180,9 @@ class LayerBuffers:
         return total
 
     def _rotate(self, b: Buffers, size_bytes: int) -> int:
-        """Records `x * cos + rotated * sin`, forward or backward: three buffers at once, one of which stays."""
+        """Records `x * cos + rotated * sin`, forward or backward: unless fused, three buffers, one of which stays."""
+        if fuses_positions(self.shape, self.sizes):
+            return b.make(size_bytes)
         size_bytes = size_bytes * self.sizes.stream // self.sizes.product
         first, second, result = (b.make(size_bytes) for _ in range(3))
         b.free(first, second)
@@ -235,7 +239,7 @@ class LayerBuffers:
 
         if self.autocast:  # end of the recomputation: the norm's output, and casts of the output and of weights
             ends = [b.make(self.stream), b.make(hidden), self.copy(b, sum(self.layer_weights) + down_weight)]
-            if self.shape.adapts("down"):  # peft casts the input of the adapter to fp32
+            if self.shape.adapts("down") and not self.shape.fused:  # peft casts the input of the adapter to fp32
                 ends += [b.make(self._ffn), b.make(self._ffn * FP32 // self.sizes.product)]
             b.free(*ends)
         d_output = b.make(hidden if self.autocast else self.gathered)
@@ -244,16 +248,18 @@ class LayerBuffers:
         d_product = b.make(self._ffn)
         drop("activated")
         b.free(d_output)
-        d_activated, d_up = b.make(self._ffn), b.make(self._ffn)
-        drop("activated gate", "up")
+        d_gate = d_activated = b.make(self._ffn)  # of the gate itself, if a kernel computes it with the other one
+        d_up = b.make(self._ffn)
+        drop("activated gate", "up", *(("gate",) if self.shape.fused_gates else ()))
         b.free(d_product)
         copies.append(self.copy(b, up_weight))
         self._gradients(b, "up", up_weight)
         of_up = b.make(self.stream * self.tensor_parallel)
         b.free(d_up)
-        d_gate = b.make(self._ffn)
-        drop("gate")
-        b.free(d_activated)
+        if not self.shape.fused_gates:
+            d_gate = b.make(self._ffn)
+            drop("gate")
+            b.free(d_activated)
         copies.append(self.copy(b, gate_weight))
         self._gradients(b, "gate", gate_weight)
         of_gate = b.make(self.stream * self.tensor_parallel)
@@ -264,9 +270,8 @@ class LayerBuffers:
         d_residual = b.make(self.stream)
         b.free(d_normed, dy)
         drop("feed-forward norm unweighted")
-        of_norm = [b.make(self.tokens * self.shape.hidden * FP32) for _ in range(4)]
-        b.free(*of_norm)
-        drop("feed-forward norm input in fp32", "feed-forward norm deviation")
+        self._backward_of_norm(b, 4)
+        drop("residual", "feed-forward norm input in fp32", "feed-forward norm deviation")
         return d_residual, copies
 
     def _backward_of_attention(self, b: Buffers, d_residual: int, copies: list[int], gathered: int) -> None:
@@ -284,7 +289,7 @@ class LayerBuffers:
         b.free(d_key)
         rotated.append(self._rotate(b, self._query))
         b.free(d_query)
-        if self.shape.kernels == "qwen3":  # norms of queries and keys
+        if self.shape.kernels == "qwen3" and (self.shape.separate_norms or self.autocast):  # norms of queries and keys
             b.free(*[b.make(self._query * FP32 // self.sizes.product) for _ in range(4)])
         for name, weight in (("query", query), ("key", key), ("value", key)):
             copies.append(self.copy(b, weight))
@@ -302,7 +307,12 @@ class LayerBuffers:
         ]
         b.free(*(saved.pop(name) for name in names if name in saved))
         b.make(self.stream)  # gradient of the residual
-        b.free(*[b.make(self.tokens * self.shape.hidden * FP32) for _ in range(5)])
+        self._backward_of_norm(b, 5)
+
+    def _backward_of_norm(self, b: Buffers, copies: int) -> None:
+        """Records the temporary buffers of a norm of single operations, in fp32."""
+        if self.shape.separate_norms:
+            b.free(*[b.make(self.tokens * self.shape.hidden * FP32) for _ in range(copies)])
 
 
 def has_known_buffers(shape: ModelShape) -> bool:

@@ -36,9 +36,10 @@ class LayerProduct:
     last: bool = False
     """Whether it is the last one of the layer, whose output no recomputation needs."""
 
-    @property
-    def recomputed_name(self) -> str:
-        """Name of the product, or of its sum with an adapter's, if a recomputation computes it."""
+    def recomputed_name(self, shape: ModelShape) -> str:
+        """Name of the product, or of the one to which its adapter's is added, if a recomputation computes it."""
+        if shape.adapts(self.role) and not shape.fused:
+            return f"{self.name}.base_layer"  # also of the last one, which its adapter follows
         return "" if self.last else self.name
 
     @property
@@ -52,16 +53,9 @@ class LayerProduct:
         return self.role in ("query", "key", "value", "gate", "up")
 
     @property
-    def sum_name(self) -> str:
-        """Name of the scaled sum with an adapter's output."""
-        return f"sum of {self.name}"
-
-    def adapters(self, shape: ModelShape) -> tuple[tuple[str, int], ...]:
-        """Names and output sizes of the two products of its LoRA adapter, if it has one."""
-        if shape.adapters is None or not shape.adapts(self.role):
-            return ()
-        sizes = shape.adapters.rank, self.outputs
-        return tuple(zip((f"{self.name}.lora_A.default", f"{self.name}.lora_B.default"), sizes, strict=True))
+    def adapter_names(self) -> tuple[str, str]:
+        """Names of the two products of its LoRA adapter, if it has one."""
+        return f"{self.name}.lora_A.default", f"{self.name}.lora_B.default"
 
 
 def layer_products(shape: ModelShape) -> tuple[LayerProduct, ...]:
@@ -176,6 +170,11 @@ def norm_traffic(width: int, element_bytes: int, *, separate: bool, trained: boo
     return forward * width, backward * width
 
 
+def fuses_positions(shape: ModelShape, sizes: ElementBytes) -> bool:
+    """Whether a kernel rotates queries and keys: with angles of the same type, as they have without autocast."""
+    return shape.fused_gates and shape.latent is None and sizes.stream == sizes.product
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
     shape: ModelShape
@@ -207,21 +206,25 @@ class _Layer:
             widths["query latent norm"] = shape.latent.query_rank, self.sizes.product
             widths["key latent norm"] = shape.latent.kv_rank, self.sizes.product
         for name, (width, size) in widths.items():
-            yield Traffic(name, *norm_traffic(width, size, separate=self._separate, trained=trained))
+            # A kernel does not cast its weight.
+            separate = shape.separate_norms or (self._separate and size != self.sizes.stream)
+            yield Traffic(name, *norm_traffic(width, size, separate=separate, trained=trained))
 
     def _positions(self) -> Iterator[Traffic]:
         """`x * cos + rotated * sin` of queries and keys, whose gradients are then copied into the order of tokens."""
         rows = (self.shape.heads + self.shape.kv_heads) * self.shape.head_dim
         copies = 2 * self.sizes.product * rows
-        if self._separate:
+        if fuses_positions(self.shape, self.sizes):
+            yield Traffic("positions", copies, copies)
+        elif self._separate:
             yield Traffic("positions", 10 * self.sizes.stream * rows, 15 * self.sizes.stream * rows + copies)
         else:
             yield Traffic("positions", 0, copies)
 
     def _activation(self) -> Iterator[Traffic]:
         width = self.shape.ffn * self.sizes.product
-        if self.shape.gated:  # SiLU, times up
-            yield Traffic("activation", 5 * width, 9 * width)
+        if self.shape.gated:
+            yield self._gated("activation", width)
         elif self.shape.kernels == "gpt2":  # eight operations
             yield Traffic("activation", 18 * width, 27 * width)
         else:
@@ -239,8 +242,12 @@ class _Layer:
         yield Traffic("rows", 7 * row, 11 * row)
         forward, backward = (16, 25) if layer.router == "gpt_oss" else (5, 9)
         yield Traffic("activation", forward * width, backward * width)
-        shared = layer.shared_ffn * self.sizes.product * many
-        yield Traffic("shared activation", 5 * shared, 9 * shared)
+        yield self._gated("shared activation", layer.shared_ffn * self.sizes.product * many)
+
+    def _gated(self, name: str, width: int) -> Traffic:
+        """SiLU, times up."""
+        forward, backward = (3, 5) if self.shape.fused_gates else (5, 9)
+        return Traffic(name, forward * width, backward * width)
 
     def _sums(self) -> Iterator[Traffic]:
         """The residual, and sums of the gradients of a tensor that several products read."""
@@ -259,14 +266,17 @@ class _Layer:
         yield Traffic("casts", readers * both * self.shape.hidden, readers * both * self.shape.hidden)
 
     def _adapters(self) -> Iterator[Traffic]:
-        """Adapters: two products, whose rank is too low for the speed of the device to matter, and a scaled sum."""
-        size = self.sizes.product
+        """Adapters: two products, whose rank is too low for the speed of the device to matter.
+
+        A fused one adds to the output of the product, and to the gradient of its input. Otherwise PEFT scales and adds
+        the output by itself, and autograd the gradients.
+        """
+        adapters, size, separate = self.shape.adapters, self.sizes.product, not self.shape.fused
         for product in layer_products(self.shape):
-            width = product.inputs
-            for number, (name, outputs) in enumerate(product.adapters(self.shape)):
-                moved = size * (width + outputs)
-                yield Traffic(name, moved, 2 * moved, again=not product.last or number == 0)
-                width = outputs
-            if self.shape.adapts(product.role):
-                backward = size * (2 * product.outputs + 3 * product.inputs)
-                yield Traffic(product.sum_name, 5 * size * product.outputs, backward, again=not product.last)
+            if adapters is None or not self.shape.adapts(product.role):
+                continue
+            rank, inputs, outputs = adapters.rank, product.inputs, product.outputs
+            (a, b), scaled, summed = product.adapter_names, separate * outputs, separate * inputs
+            yield Traffic(a, size * (inputs + rank), size * (3 * inputs + 2 * (rank + summed)))
+            backward = size * 2 * (outputs + rank + scaled)
+            yield Traffic(b, size * (2 * outputs + rank + 4 * scaled), backward, again=not product.last)

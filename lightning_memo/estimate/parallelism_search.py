@@ -341,6 +341,7 @@ def step_parts(request: EstimateRequest, answer: Estimate) -> dict[str, float]:
     """
     assert answer.step_seconds is not None
     parallel = answer.parallel
+    request = request.with_kernels(parallel)
     runs = [(run.shape.layers, layer_times(run, parallel)) for run in request.runs(parallel)]
     sequences = request.batch_size // parallel.dp
     again = (answer.recompute_seconds or 0.0) / sequences

@@ -214,30 +214,32 @@ def estimated_storage_costs(request: EstimateRequest, parallel: Parallelism, cos
 def recomputed_products(request: EstimateRequest, tokens: int) -> tuple[Product, ...]:
     """Return the matrix products that a recomputation of some tokens computes, with the times of their kernels.
 
-    The products of adapters take as long as their bytes; all others as long as their operations. The second product of
-    an adapter is a part of the sum that a plan stores.
+    The products of adapters take as long as their bytes; all others as long as their operations. If adapters are fused,
+    the second product is a part of the one that it adds to, and the first one is not stored.
     """
     shape, sizes = request.shape, request.element_bytes
     rate = request.cluster.peak_flops * sizes.rate * request.constants.dense_efficiency
-    moved = {group.name: group.forward for group in layer_traffic(shape, sizes=sizes) if group.again}
+    moved = {group.name: group.forward for group in layer_traffic(shape, sizes=sizes)}
+    products: list[Product] = []
+
+    def add(name: str, width: int, seconds: float) -> None:
+        products.append(Product(name=name, size_bytes=tokens * sizes.product * width, seconds=seconds))
 
     def moving_seconds(group: str) -> float:
-        return tokens * moved[group] / memory_rate(request)
+        return _KERNEL_SECONDS + tokens * moved[group] / memory_rate(request)
 
-    products = []
     for product in layer_products(shape):
-        adapters = product.adapters(shape)
-        if adapters:
-            first, width = adapters[0]
-            seconds = _KERNEL_SECONDS + moving_seconds(first)
-            products.append(Product(name=first, size_bytes=tokens * sizes.product * width, seconds=seconds))
-        if not product.recomputed_name:
-            continue
-        seconds = _KERNEL_SECONDS + 2 * tokens * product.inputs * product.outputs / rate
-        if adapters:
-            seconds += _KERNEL_SECONDS + moving_seconds(adapters[1][0]) + moving_seconds(product.sum_name)
-        size_bytes = tokens * sizes.product * product.outputs
-        products.append(Product(name=product.recomputed_name, size_bytes=size_bytes, seconds=seconds))
+        first, second = product.adapter_names
+        multiplying = _KERNEL_SECONDS + 2 * tokens * product.inputs * product.outputs / rate
+        adapters = shape.adapters if shape.adapts(product.role) else None
+        if adapters is not None and not shape.fused:
+            add(first, adapters.rank, moving_seconds(first))
+            if not product.last:
+                add(second, product.outputs, moving_seconds(second))
+        elif adapters is not None:
+            multiplying += moving_seconds(second)
+        if name := product.recomputed_name(shape):
+            add(name, product.outputs, multiplying)
     return tuple(products)
 
 
@@ -270,7 +272,7 @@ def _recomputed_flops(request: EstimateRequest, stored: CallPlan, tokens: int) -
     if shape.experts > 1:
         flops += 2.0 * shape.active_experts * shape.ffn_parameters * processes * (tokens - whole)
     for product in layer_products(shape):
-        if name := product.recomputed_name:
+        if name := product.recomputed_name(shape):
             again = tokens - whole - stored.tokens(name)
             flops += 2.0 * product.inputs * product.outputs * processes * again
     return flops

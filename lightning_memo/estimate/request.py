@@ -153,6 +153,9 @@ class EstimateRequest:
     disk_bytes: int = 0
     """Disk space per node for layer calls that do not fit in host memory."""
 
+    fused_kernels: bool = True
+    """Whether layers run by fused kernels where the method and the parallelism allow it."""
+
     stage: int = 0
     """Pipeline stage of the device. `estimate` tries those that may need the most memory."""
 
@@ -186,6 +189,14 @@ class EstimateRequest:
     def element_bytes(self) -> ElementBytes:
         """Sizes of elements."""
         return bytes_of(self.precision, self.gpus)
+
+    def with_kernels(self, parallel: Parallelism) -> EstimateRequest:
+        """The same request, whose shape knows by which kernels its layers run."""
+        fused = self.fused_kernels and self.swaps and parallel.tp == 1
+        if parallel.weights_wait and self.shape.adapters is not None:
+            fused = False  # adapters run as they are; their layers' norms, which are fused, do not count
+        parts = tuple(replace(part, fused=fused) for part in self.shape.parts)
+        return replace(self, shape=replace(self.shape, fused=fused, parts=parts))
 
     def runs(self, parallel: Parallelism) -> tuple[EstimateRequest, ...]:
         """The request for each run of consecutive equal layers of the first pipeline stage alone, in order.

@@ -151,13 +151,13 @@ class _Layer:
         return list(self.shape.attention.readers)
 
     def adapters(self) -> Iterator[SavedTensor]:
-        """Intermediate results of the adapters, and the copy of attention's output for the output adapter."""
+        """Intermediate results of the adapters, and the copy of attention's output for a separate output adapter."""
         adapters, product = self.shape.adapters, self.sizes.product
         if adapters is None:
             return
         for name in adapters.products:
             yield SavedTensor(f"within the adapter of {name}", adapters.rank, product)
-        if self.shape.adapts("output") and self.sizes.stream != product:
+        if self.shape.adapts("output") and self.sizes.stream != product and not self.shape.fused:
             yield SavedTensor("attention output for output", self.shape.attention.output, product)
 
     def reads(self, product: str) -> bool:
@@ -167,7 +167,7 @@ class _Layer:
     def norm(self, name: str, products: Sequence[str], reads_input: bool) -> Iterator[SavedTensor]:
         """A norm: its input, unless that is the layer's input, its statistics, and its output for the products."""
         hidden, stream = self.shape.hidden, self.sizes.stream
-        separate = self.shape.kernels in SINGLE_OPERATIONS
+        single, separate = self.shape.kernels in SINGLE_OPERATIONS, self.shape.separate_norms
         without_gradient = reads_input and not self.shape.input_gradient
         if without_gradient:  # and without that of a weight: only adapters are trained
             pass
@@ -176,9 +176,10 @@ class _Layer:
         else:
             if not reads_input:
                 yield SavedTensor("residual", hidden, stream)
-            yield SavedTensor(f"{name} mean", 1, stream)
-            yield SavedTensor(f"{name} deviation", 1, stream)
-        if separate and stream != self.sizes.product:  # each product casts a copy of its own
+            if not single:
+                yield SavedTensor(f"{name} mean", 1, stream)
+            yield SavedTensor(f"{name} deviation", 1, FP32 if single else stream)
+        if single and stream != self.sizes.product:  # each product casts a copy of its own
             for product in filter(self.reads, products):
                 yield SavedTensor(f"{name} for {product}", hidden, self.sizes.product)
         elif any(map(self.reads, products)):
@@ -202,7 +203,7 @@ class _Layer:
         """Outputs of the first products, tensors saved by the activation, and the input of the last product."""
         names = ["up"]
         if self.shape.gated:
-            names = ["gate", "activated gate", "up"]
+            names = ["gate", "up"] if self.shape.fused_gates else ["gate", "activated gate", "up"]
         elif self.shape.kernels == "gpt2":
             names = ["up", "half of it", "tanh", "1 + tanh"]
         if self.reads("down"):
@@ -222,10 +223,13 @@ class _Layer:
         self, name: str, width: int, rows: int, element_bytes: int, copies: bool = True
     ) -> Iterator[SavedTensor]:
         """Tensors that `weight * (x * rsqrt(mean(x^2)))` saves in addition to its output."""
-        if copies:
+        fused = self.shape.fused and element_bytes == self.sizes.stream  # a kernel does not cast its weight
+        if fused:
+            yield SavedTensor(f"{name} input", width, element_bytes)
+        elif copies:
             yield SavedTensor(f"{name} input in fp32", width, FP32)
         yield SavedTensor(f"{name} deviation", rows, FP32)
-        if self.shape.adapters is None:  # needed for the gradient of the weight
+        if self.shape.adapters is None and not fused:  # needed for the gradient of the weight
             wide = self.shape.kernels == "gpt_oss"  # weights in fp32, and casts the result
             yield SavedTensor(f"{name} unweighted", width, FP32 if wide else element_bytes)
 
@@ -271,7 +275,7 @@ def _rows(shape: ModelShape, sizes: ElementBytes) -> Iterator[SavedTensor]:
 def _shared(shape: ModelShape, sizes: ElementBytes) -> Iterator[SavedTensor]:
     layer = shape.expert_layer
     if layer.shared_ffn:
-        for name in ("gate", "activated gate", "up", "activated"):
+        for name in ("gate", *(() if shape.fused_gates else ("activated gate",)), "up", "activated"):
             yield SavedTensor(f"shared {name}", layer.shared_ffn, sizes.product)
     if layer.shared_gate:
         yield SavedTensor("shared gate's output", 1, sizes.product)

@@ -95,6 +95,7 @@ def estimate(request: EstimateRequest, parallel: Parallelism) -> Estimate:
             is above 1 or given for a method without alpha.
     """
     _refuse(request, parallel)
+    request = request.with_kernels(parallel)
     answers = [_estimate_stage(replace(request, stage=stage), parallel) for stage in fullest_stages(parallel)]
     return replace(max(answers, key=_need), host_bytes=max(answer.host_bytes for answer in answers))
 

@@ -159,12 +159,12 @@ def _multiplied(shape: ModelShape, parallel: Parallelism, sizes: ElementBytes) -
     """Weights that each token is multiplied with in the forward, and in a recomputation.
 
     Adapters are left out, as memory bounds their products. Autocast does not cast for experts, which count as often as
-    they are slower. Each tensor-parallel device multiplies the tokens of all with the router and the shared experts,
-    and computes the last projection again if it has an adapter, which comes behind it.
+    they are slower. Each tensor-parallel device multiplies the tokens of all with the router and the shared experts.
+    The last projection is computed again if a separate adapter follows it.
     """
     slower = sizes.stream // sizes.product - 1 if shape.experts > 1 else 0
     more = slower * shape.active_experts * shape.ffn_parameters + (parallel.tp - 1) * shape.routing_parameters
-    last = shape.adapted_last_projection if parallel.tp > 1 else 0
+    last = 0 if shape.fused else shape.adapted_last_projection
     return shape.multiplied_in_a_layer - shape.adapter_parameters + more, shape.recomputed_in_a_layer + more + last
 
 

@@ -298,10 +298,10 @@ def _recomputed(request: EstimateRequest, part: TokenRange) -> Iterator[str]:
     shape = request.shape
     known: set[str] = set()
     for product in layer_products(shape):
-        stored = {product.name: product.role} if product.role not in _ROTATED else {}
-        if adapters := product.adapters(shape):
-            stored[adapters[0][0]] = f"within the adapter of {product.role}"
-        known |= {tensor for name, tensor in stored.items() if part.place(name) is not None}
+        if product.role not in _ROTATED and part.place(product.name) is not None:
+            known.add(product.role)
+        if part.place(product.adapter_names[0]) is not None:
+            known.add(f"within the adapter of {product.role}")
     dropped = part.place("out") is None
     for tensor in saved_tensors(shape, sizes=request.element_bytes):
         wanted = tensor.kind == "other" or (tensor.kind == "attention" and dropped)

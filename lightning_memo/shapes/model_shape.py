@@ -235,6 +235,10 @@ class ModelShape:
     kernels: Kernels
     """Implementation of the layers."""
 
+    fused: bool = False
+    """Whether norms, gated feed-forwards, rotary positions and products with adapters run by fused kernels in place of
+    single operations; see `fused_kernels` of `MemoStrategy`."""
+
     adapters: Adapters | None = None
     """LoRA adapters, which are the only trained weights; None if all weights are trained."""
 
@@ -254,6 +258,16 @@ class ModelShape:
         dense = self.kernels in ("llama", "qwen3") and self.experts == 1 and self.latent is None
         if self.adapters is not None and not (dense and not self.parts):
             raise ValueError("adapters (model.lora) are supported for dense Llama and Qwen3 models only; set r to 0")
+
+    @property
+    def separate_norms(self) -> bool:
+        """Whether norms of the hidden states consist of single operations."""
+        return self.kernels in SINGLE_OPERATIONS and not self.fused
+
+    @property
+    def fused_gates(self) -> bool:
+        """Whether a kernel computes the activation of a gated feed-forward that is dense, times its other product."""
+        return self.fused and self.kernels in ("llama", "qwen3")
 
     @property
     def runs(self) -> tuple[ModelShape, ...]:

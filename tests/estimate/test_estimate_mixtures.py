@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.devices import FUSED
 from support.harness import EngineUnderTest
 from support.markers.slow import slow_if
 from support.modes import BY_ALPHA, BY_KIND
@@ -90,7 +91,7 @@ def ask(**changes: Any) -> EstimateRequest:
 def train(folder: Path, config: transformers.PreTrainedConfig, tokens: int, **settings: Any) -> Plan:
     """The plan of a step."""
     ids = torch.randint(0, 96, (1, tokens), generator=torch.Generator().manual_seed(0))
-    strategy = MemoStrategy(plan_memory=False, host_memory="1GiB", **settings)
+    strategy = MemoStrategy(plan_memory=False, host_memory="1GiB", fused_kernels=FUSED, **settings)
     trainer = make_trainer(strategy, max_steps=1, default_root_dir=str(folder), precision="32-true")
     build = LanguageModel(lambda: transformers.AutoModelForCausalLM.from_config(config).train())
     trainer.fit(build, batches([{"input_ids": ids, "labels": ids}]))
@@ -307,7 +308,7 @@ def test_layers_that_differ_take_their_own_time() -> None:
 
 def test_plans_of_layers_that_differ_name_kinds_of_both() -> None:
     _, shape = configured("deepseek_v3", num_hidden_layers=8, hidden_size=2048, first_k_dense_replace=3)
-    cluster = replace(load_cluster("h200"), host_bytes=2**36, device_bytes=55 * 2**30)
+    cluster = replace(load_cluster("h200"), host_bytes=2**36, device_bytes=40 * 2**30)
     answer = estimate(ask(shape=shape, gpus=1, seq_len=2**17, cluster=cluster), Parallelism())
     assert answer.status == "ok" and answer.storage is not None and answer.recompute_seconds is not None
     assert {"mlp.up_proj", "mlp.shared_experts.up_proj", "self_attn.kv_b_proj"} <= answer.storage.keys()

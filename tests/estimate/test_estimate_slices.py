@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.alpha_plans import slices_at
+from support.devices import FUSED
 from support.markers.slow import slow_if
 from support.trainer_harness import batches, make_trainer
 
@@ -61,7 +62,7 @@ def train(
     ids = torch.randint(0, shape.vocab, (1, tokens), generator=torch.Generator().manual_seed(0))
     strategy = MemoStrategy(
         plan_memory=False, slice_tokens=slices.tokens, stream_from_host=slices.stream_from_host, alpha=0.5,
-        device_memory="4GiB", host_memory="1GiB",
+        device_memory="4GiB", host_memory="1GiB", fused_kernels=FUSED,
     )  # fmt: skip
     trainer = make_trainer(strategy, max_steps=1, default_root_dir=str(folder), precision=precision)
     trainer.fit(CausalLM({"config": config, "lora": lora or {}}), batches([{"input_ids": ids, "labels": ids}]))
@@ -99,11 +100,11 @@ def test_an_estimate_with_slices_takes_what_training_plans_and_measures(
     """Planned sizes agree to the byte. The number of slices of hidden states in copies depends on timing."""
     if lora:
         pytest.importorskip("peft")
-    shape = replace(SMALL, **changes, adapters=adapters_of(lora or {}))
+    shape = replace(SMALL, **changes, adapters=adapters_of(lora or {}), fused=FUSED)
     trained = train(tmp_path, shape, slices, tokens, precision, lora)
     request = EstimateRequest(
         shape=shape, cluster=load_cluster("h100"), constants=constants_of("h100"), method="memo", gpus=1,
-        seq_len=tokens, batch_size=1, precision=precision, alpha=0.5, slices=slices,
+        seq_len=tokens, batch_size=1, precision=precision, alpha=0.5, slices=slices, fused_kernels=FUSED,
     )  # fmt: skip
     sizes, measured, told = bytes_of(precision, 1), trained.costs, estimated_layer_costs(request, Parallelism())
     for name in ("input_bytes", "attention_bytes"):

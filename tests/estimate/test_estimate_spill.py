@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.devices import FUSED
 from support.trainer_harness import batches, make_trainer
 
 from lightning_memo import MemoStrategy
@@ -34,14 +35,19 @@ def ask(**changes: Any) -> EstimateRequest:
         shape=load_model("llama3_2_1b"), cluster=cluster, constants=constants_of("h100"), method="memo", gpus=1,
         seq_len=256 * K, batch_size=1, precision="bf16-true", disk_bytes=2**40,
     )  # fmt: skip
-    return replace(request, **changes)
+    return replace(request, fused_kernels=FUSED, **changes)
 
 
 def train(folder: Path, host_bytes: int) -> Plan:
     """The plan of a step whose host memory is too small."""
     ids = torch.randint(0, 264, (1, TOKENS), generator=torch.Generator().manual_seed(0))
     strategy = MemoStrategy(
-        plan_memory=False, alpha=0.5, disk_path=str(folder), disk_memory="64MiB", host_memory=host_bytes
+        plan_memory=False,
+        alpha=0.5,
+        disk_path=str(folder),
+        disk_memory="64MiB",
+        host_memory=host_bytes,
+        fused_kernels=FUSED,
     )
     trainer = make_trainer(strategy, max_steps=1, default_root_dir=str(folder))
     trainer.fit(CausalLM({"config": CONFIG}), batches([{"input_ids": ids, "labels": ids}]))
