@@ -104,14 +104,14 @@ $(EXTRAS_INSTALLED): $(INSTALLED)
 		"liger-kernel>=0.8,<0.9"
 	touch $@
 
-# The CUDA build of torch without NVIDIA's libraries, for which the emulated device stands in, and without Triton. Its
-# metadata is changed, so that pip does not install them later.
+# The CUDA build of torch without NVIDIA's libraries, for which the emulated device stands in, and without its version of
+# Triton. Its metadata is changed, so that pip does not install them later.
 $(CUDA_INSTALLED): setup.cfg pyproject.toml tests/emulated_cuda/pyproject.toml $(INSTALLED)
 	test -d $(CUDA_HEADERS) || $(RUN) tests/support/cuda_stub/fetch.py
 	test -x $(CUDA_RUN) || $(PYTHON) -m venv $(CUDA_VENV)
 	$(CUDA_RUN) -m pip install --no-deps "torch===2.13.0"
 	sed -i -E '/^Requires-Dist: (cuda|nvidia|triton)/d' $(CUDA_VENV)/lib/python3*/site-packages/torch-2.13.0.dist-info/METADATA
-	$(CUDA_RUN) -m pip install -e ".[dev,peft,trainer]" "torch===2.13.0"
+	$(CUDA_RUN) -m pip install -e ".[dev,peft,trainer]" "torch===2.13.0" "liger-kernel>=0.8,<0.9"
 	$(CUDA_RUN) -m pip install -e tests/emulated_cuda
 	touch $@
 

@@ -6,6 +6,7 @@ It is loaded at the end of `import torch` (entry point `torch.backends`).
 from __future__ import annotations
 
 import ctypes
+import sys
 from pathlib import Path
 
 _runtime: ctypes.CDLL | None = None
@@ -25,6 +26,9 @@ def load() -> None:
     _operators = ctypes.CDLL(str(libraries / "libemulated_cuda_operators.so"))
     _operators.emulated_cuda_inline_operators.restype = ctypes.c_char_p
     _operators.emulated_cuda_install()
+    import triton_kernels
+
+    sys.meta_path.insert(0, triton_kernels.ReplaceLaunch())
     if _runtime.emulated_cuda_simulates():
         import simulated_time
 

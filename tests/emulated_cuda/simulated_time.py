@@ -11,8 +11,10 @@ import json
 import mmap
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import emulated_device
@@ -54,8 +56,37 @@ def start() -> None:
     mmap.MADV_POPULATE_WRITE = mmap.MADV_NORMAL  # type: ignore[attr-defined]
     time.perf_counter = now
     time.perf_counter_ns = lambda: int(now() * 1e9)
+    _follow_threads()
     if "host_bytes" in machine:
         _show_host_memory(int(machine["host_bytes"]))
+
+
+def _follow_threads() -> None:
+    """Make a wait for a thread take until the time of that thread, whose clock is its own."""
+    result, set_result, join = Future.result, Future.set_result, Thread.join
+    wait_until, wait_for_thread = (
+        getattr(emulated_device.runtime(), f"emulated_cuda_wait_{name}") for name in ("until", "for_thread")
+    )
+
+    def waited(own: Callable[..., Any], *arguments: Any) -> Any:
+        wait_for_thread(1)
+        try:
+            return own(*arguments)
+        finally:
+            wait_for_thread(-1)
+
+    def result_in_time(future: Future[Any], timeout: float | None = None) -> Any:
+        value = waited(result, future, timeout)
+        wait_until(ctypes.c_double(future.ended))  # type: ignore[attr-defined]
+        return value
+
+    def set_result_in_time(future: Future[Any], value: Any) -> None:
+        future.ended = now()  # type: ignore[attr-defined]
+        set_result(future, value)
+
+    Future.result = result_in_time  # type: ignore[method-assign]
+    Future.set_result = set_result_in_time  # type: ignore[method-assign]
+    Thread.join = lambda thread, timeout=None: waited(join, thread, timeout)  # type: ignore[method-assign]
 
 
 def _show_host_memory(size_bytes: int) -> None:

@@ -57,3 +57,42 @@ print(simulated_time.now() - begin > 1e-3)
 def test_small_tensors_have_values_and_large_ones_take_no_memory():
     lines = run("-c", SMALL_AND_LARGE).split("\n")
     assert lines[:4] == ["device out of memory", "host out of memory", "True 0", "True"]
+
+
+LIGER_AT_64K = """
+import json, sys, simulated_time, torch
+from liger_kernel import ops
+def empty(*sizes): return torch.empty(sizes, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+q, k, angles = (empty(1, 65536, heads, 128).transpose(1, 2) for heads in (32, 8, 1))
+a, b, x, w = empty(65536, 14336), empty(65536, 14336), empty(65536, 4096), empty(4096)
+made = (
+    ops.LigerRopeFunction.apply(q, k, angles.detach(), angles.detach()),
+    ops.LigerSiLUMulFunction.apply(a, b),
+    ops.LigerGELUMulFunction.apply(a, b),
+    ops.LigerRMSNormFunction.apply(x, w.detach(), 1e-6),
+    ops.LigerRMSNormFunction.apply(x, w, 1e-6),
+)
+for each in made:
+    outputs = each if isinstance(each, tuple) else (each,)
+    torch.autograd.backward(outputs, [torch.empty_like(t) for t in outputs])
+spans = simulated_time.take_spans()
+json.dump(list(zip(simulated_time.names_of(spans), spans["bytes"].tolist())), sys.stdout)
+"""
+
+
+def test_kernels_of_liger_move_the_bytes_that_they_do_on_a_gpu():
+    pytest.importorskip("liger_kernel")
+    element = 2 * 65536
+    hidden, wide, parts_of_weight = element * 4096, element * 14336, 4 * 132 * 4096
+    rope = ["_triton_rope", element * (2 * 40 * 128 + 128)]
+    norm = ["_rms_norm_forward_kernel", 2 * hidden]
+    forward = [rope, ["_swiglu_forward_kernel", 3 * wide], ["_geglu_tanh_forward_kernel", 3 * wide], norm, norm]
+    backward = [
+        rope,
+        ["_swiglu_backward_kernel", 5 * wide],
+        ["_geglu_tanh_backward_kernel", 5 * wide],
+        ["_rms_norm_backward_kernel", 3 * hidden],
+        ["_rms_norm_backward_kernel", 3 * hidden + parts_of_weight],
+    ]
+    moved = json.loads(run("-c", LIGER_AT_64K))
+    assert [each for each in moved if each[0].startswith("_")] == forward + backward

@@ -84,6 +84,8 @@ class Memory {
   };
   const Allocation* allocation_at(const void* address) const;
   Where where(const void* address, int* device = nullptr) const;
+  /// Whether a range begins in memory that was locked as a whole, and ends behind it.
+  bool crosses_lock(const void* address, size_t size) const;
 
  private:
   std::map<uintptr_t, Allocation> open_;

@@ -76,6 +76,14 @@ const Memory::Allocation* Memory::allocation_at(const void* address) const {
   return found == open_.end() ? nullptr : &found->second;
 }
 
+bool Memory::crosses_lock(const void* address, size_t size) const {
+  const auto begin = reinterpret_cast<uintptr_t>(address);
+  const auto after = pinned.upper_bound(begin);
+  if (after == pinned.begin()) return false;
+  const auto [start, locked] = *std::prev(after);
+  return begin < start + locked && begin + size > start + locked;
+}
+
 Where Memory::where(const void* address, int* device) const {
   const auto number = reinterpret_cast<uintptr_t>(address);
   if (auto after = open_.upper_bound(number); after != open_.begin()) {
@@ -157,8 +165,8 @@ cudaError_t cudaFreeHost(void* address) {
   memory().unpin(number);
   return cudaSuccess;
 }
-cudaError_t cudaHostRegister(void* address, size_t size, unsigned) {
-  use_device();
+namespace {
+cudaError_t lock_pages(void* address, size_t size) {
   MemoryLock lock(memory().mutex);
   const auto begin = reinterpret_cast<uintptr_t>(address);
   if (size == 0 || address == nullptr) return fail(cudaErrorInvalidValue);
@@ -166,6 +174,13 @@ cudaError_t cudaHostRegister(void* address, size_t size, unsigned) {
   const bool overlaps = after != memory().pinned.end() && after->first < begin + size;
   if (overlaps || memory().where(address) == Where::pinned) return fail(cudaErrorHostMemoryAlreadyRegistered);
   return memory().pin(begin, size) ? cudaSuccess : fail(cudaErrorMemoryAllocation);
+}
+}  // namespace
+cudaError_t cudaHostRegister(void* address, size_t size, unsigned) {
+  use_device();
+  const cudaError_t error = lock_pages(address, size);
+  if (settings().simulated) keep_pace();
+  return error;
 }
 cudaError_t cudaHostUnregister(void* address) {
   wait_for_streams();

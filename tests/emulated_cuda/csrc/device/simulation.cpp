@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 namespace emulated {
@@ -51,6 +52,7 @@ struct Units {
 struct Simulation {
   std::recursive_mutex mutex;
   double program_time = 0;  // of the main thread and autograd's, of which one waits for the other
+  std::atomic<int> program_waits = 0;
   std::vector<Units> devices{static_cast<size_t>(settings().devices)};
   std::vector<Span> spans;
 };
@@ -80,12 +82,13 @@ ThreadClock& clock_of_thread() {
   if (clock.time != nullptr) return clock;
   char name[32] = {};
   pthread_getname_np(pthread_self(), name, sizeof name);
-  const bool of_program = getpid() == syscall(SYS_gettid) || std::strncmp(name, "pt_autograd", 11) == 0;
+  const bool program = getpid() == syscall(SYS_gettid) || std::strncmp(name, "pt_autograd", 11) == 0;
   clock.own = simulation().program_time;
-  clock.time = of_program ? &simulation().program_time : &clock.own;
+  clock.time = program ? &simulation().program_time : &clock.own;
   clock.outside_since = processor_seconds();
   return clock;
 }
+bool of_program() { return clock_of_thread().time == &simulation().program_time; }
 
 double compute_rate(EmulatedKind kind) {
   switch (kind) {
@@ -129,6 +132,13 @@ void host_until(double time, const char* name) {
   if (time <= now) return;
   simulation().spans.push_back({-1, emulated_wait, -1, static_cast<int32_t>(syscall(SYS_gettid)), now, now, time, 0, 0, name});
   spend_host_time(time - now);
+}
+
+void keep_pace() {
+  const std::atomic_ref<double> program(simulation().program_time);
+  if (!of_program()) {
+    while (simulation().program_waits == 0 && host_time() > program) usleep(100);
+  }
 }
 
 void simulate(Stream& stream, const char* name, EmulatedCost cost) {
@@ -183,6 +193,15 @@ void emulated_cuda_enter() {
 void emulated_cuda_leave() {
   if (!settings().simulated) return;
   if (--thread_clock.depth == 0) thread_clock.outside_since = processor_seconds();
+}
+
+/// The program begins to wait for another thread (1), or has waited (-1).
+void emulated_cuda_wait_for_thread(int change) {
+  if (of_program()) simulation().program_waits += change;
+}
+void emulated_cuda_wait_until(double time) {
+  Inside inside;
+  host_until(time, "thread");
 }
 
 /// Sets a number of `Machine` by its name; 1 if there is none of this name.

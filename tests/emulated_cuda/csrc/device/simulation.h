@@ -39,6 +39,8 @@ double host_time();
 void spend_host_time(double seconds);
 /// The host waits.
 void host_until(double time, const char* name);
+/// Waits, if this is a thread besides the program's, until the program has reached its time or waits for it.
+void keep_pace();
 /// The next operation of the stream begins after a moment.
 void wait_for(Stream& stream, const Moment& moment);
 void record(Stream& stream, Moment& moment);

@@ -45,6 +45,7 @@ cudaError_t copy(const void* to, const void* from, size_t size, cudaStream_t han
   EmulatedCost cost;
   {
     MemoryLock lock(memory().mutex);
+    if (memory().crosses_lock(to, size) || memory().crosses_lock(from, size)) return fail(cudaErrorInvalidValue);
     cost = cost_of_copy(memory().where(to), memory().where(from), size);
   }
   const bool pageable = cost.kind == emulated_pageable;

@@ -155,12 +155,6 @@ void copy_results(const Values& found, const std::vector<at::Tensor>& targets, c
   }
 }
 
-/// In simulated time, what is not computed is zero where the host may look.
-void clear_small(const std::vector<at::Tensor>& targets) {
-  for (const at::Tensor& t : targets)
-    if (t.defined() && t.is_contiguous() && is_small(t)) std::memset(t.data_ptr(), 0, t.nbytes());
-}
-
 /// Operators that take tensors of the host beside those of the device: indices, lengths, and what is copied.
 bool takes_host_tensors(const std::string& name) {
   static const std::set<std::string> names = {"aten::index", "aten::index_put_", "aten::_index_put_impl_",
@@ -210,7 +204,7 @@ void boxed(const c10::OperatorHandle& op, Values* stack) {
   Cost cost;
   if (emulated_cuda_simulates()) {
     cost = cost_of(op, arguments, made);
-    if (!cost.is_small) clear_small(results->targets);
+    clear_left_out(cost, results->targets);
   }
   Draw drawn;
   int generator = -1;

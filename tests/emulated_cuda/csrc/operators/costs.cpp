@@ -85,7 +85,7 @@ Cost cost_of(const c10::OperatorHandle& op, const Values& arguments, const std::
   cost.bytes = given.empty() ? total(results) : bytes_moved(name, arguments, given, total(results));
   if (is_one_of(name, {"aten::mm", "aten::bmm", "aten::_scaled_mm", "aten::_grouped_mm"}))
     add_product(cost, arguments[0].toTensor(), arguments[1].toTensor());
-  else if (is_one_of(name, {"aten::addmm", "aten::baddbmm", "aten::_addmm_activation"}))
+  else if (is_one_of(name, {"aten::addmm", "aten::addmm_", "aten::baddbmm", "aten::_addmm_activation"}))
     add_product(cost, arguments[1].toTensor(), arguments[2].toTensor());
   return cost;
 }

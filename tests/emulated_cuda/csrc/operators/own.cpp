@@ -49,7 +49,9 @@ std::tuple<Tensor, Tensor> fused_rms_norm(const Tensor& input, at::IntArrayRef s
   const auto type = is_half(input) ? at::kFloat : input.scalar_type();
   const double epsilon = eps.value_or(type == at::kDouble ? 2.220446049250313e-16 : 1.1920928955078125e-07);
   Tensor out = at::empty(input.sizes(), input.options()), rstd = at::empty(sizes, input.options().dtype(type));
-  enqueue("aten::_fused_rms_norm", traffic({input, out}),
+  const Cost cost = traffic({input, out});
+  clear_left_out(cost, {rstd});
+  enqueue("aten::_fused_rms_norm", cost,
           [=, from = host_view(input), to = host_view(out), r = host_view(rstd), w = host_view(weight)]() mutable {
     Tensor x = from.to(type);
     r.copy_(at::rsqrt(x.pow(2).mean(inner, true) + epsilon));
@@ -67,7 +69,10 @@ std::tuple<Tensor, Tensor> fused_rms_norm_backward(const Tensor& grad, const Ten
   Tensor dx, dw;
   if (wanted[0]) dx = at::empty(input.sizes(), input.options());
   if (wanted[1] && weighted) dw = at::empty(weight->sizes(), weight->options());
-  enqueue("aten::_fused_rms_norm_backward", traffic({grad, input, dx}),
+  // The gradient of the weight is a kernel of its own, which reads both again.
+  const Cost cost = dw.defined() ? traffic({grad, input, dx, grad, input}) : traffic({grad, input, dx});
+  clear_left_out(cost, {dw});
+  enqueue("aten::_fused_rms_norm_backward", cost,
           [inner = inner, outer = outer, g = host_view(grad), from = host_view(input), r = host_view(rstd),
            w = host_view(weight), to = host_view(dx), to_weight = host_view(dw)]() mutable {
     const auto type = r.scalar_type();
