@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from lightning_memo.artifacts.costs import INPUT
@@ -104,3 +105,20 @@ def _without_attention(
         call_classes=tuple(int(storing <= number < leaving) for number in range(swap.calls)),
         calls=(call, CallPlan(ranges=tuple(r for r in call.ranges if r.kind == INPUT))),
     )
+
+
+def bytes_ahead(swap: SwapPlan, traits: LayerTraits, device: torch.device, most_host_bytes: float) -> int:
+    """Return the host memory that a later plan may use: for what layers save and the device has no room for.
+
+    Args:
+        swap: The plan of the profiled step.
+        traits: Traits of the first layer.
+        device: Where the layers run.
+        most_host_bytes: Host memory that plans may use.
+    """
+    if device.type != "cuda" or swap.streamed:
+        return 0
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    saved_bytes = swap.swapped_calls * traits.saved_bytes * swap.storage.tokens // traits.tokens
+    return int(min(max(saved_bytes - free_bytes, 0), most_host_bytes))

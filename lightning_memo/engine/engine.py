@@ -19,7 +19,7 @@ from lightning_memo.artifacts.plan import StreamFromHost, SwapPlan
 from lightning_memo.engine.attention.attention_selector import AttentionSelector, WholeAttention
 from lightning_memo.engine.attention.hugging_face import attach_attention
 from lightning_memo.engine.attention.sliced_attention import StreamedAttention, StreamedUlysses
-from lightning_memo.engine.bootstrap_plan import bootstrap_plan
+from lightning_memo.engine.bootstrap_plan import bootstrap_plan, bytes_ahead
 from lightning_memo.engine.forward.intercept import handling
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.forward.refuse_checkpointing import refuse_checkpoint_around
@@ -39,6 +39,7 @@ from lightning_memo.engine.loaded_plan import (
     why_made_for_others,
 )
 from lightning_memo.engine.memory.block_reader import BlockReader
+from lightning_memo.engine.memory.host_pages import HostPages
 from lightning_memo.engine.memory.offloaded_tensor import OffloadedTensor, real
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.modules.fused_kernels import attach_fused
@@ -112,6 +113,7 @@ class Engine:
     Attributes:
         profile: The profile of the running or the last step; `None` if that step ran by a plan.
         swap: The plan; `None` before the first step.
+        pages: The host memory of plans.
         memory: The memory of the plan; `None` if the plan swaps nothing.
         layer_classes: The traits of the layers.
         micro_batches: The micro-batches whose calls are alive at once.
@@ -140,6 +142,7 @@ class Engine:
         self.profile: StepProfile | None = None
         self.profiled_tokens = 0
         self.swap: SwapPlan | None = None
+        self.pages = HostPages(device)
         self.memory: SlotMemory | None = None
         self.on_mark: Callable[[int, str], None] | None = None
         self.before_layer: Callable[[], None] | None = None
@@ -212,9 +215,11 @@ class Engine:
         """
         if why := self.why_not(swap):
             raise ValueError(f"the plan cannot run here: {why}")
-        self.unload()
-        if not swap.plain:
-            self.memory = allocate_slots(swap, self.device, self.settings, self.recorder)
+        self._forget()
+        if swap.plain:
+            self.pages.close()
+        else:
+            self.memory = allocate_slots(swap, self.pages, self.settings, self.recorder)
             self._reader = open_reader(self.memory, swap)
         self.attention.use(swap.attention)
         self.swap = swap
@@ -226,14 +231,21 @@ class Engine:
         return why_made_for_others(swap, self.settings, outside) or self.attention.why_not(swap.attention)
 
     def unload(self) -> None:
-        """Forget the plan. Activations of forwards whose backward has not run are lost."""
+        """Forget the plan, and release all memory; see `reset`."""
+        self._forget()
+        self.pages.close()
+
+    def _forget(self) -> None:
         self.reset()
         if self.memory is not None:
             self.memory.close()
         self.swap = self.memory = self.profile = self._reader = None
 
     def reset(self) -> None:
-        """Release everything that an interrupted step still holds."""
+        """Release everything that an interrupted step still holds.
+
+        Activations of forwards whose backward has not run are lost.
+        """
         self.offload_groups.release()
         if self.memory is not None:
             self.memory.abandon()
@@ -242,7 +254,7 @@ class Engine:
     @property
     def host_bytes(self) -> int:
         """Host memory held for swapped activations."""
-        return 0 if self.memory is None else self.memory.host_bytes
+        return 0 if self.memory is None else max(self.memory.host_bytes, self.pages.held_bytes)
 
     @property
     def slots_in_use(self) -> int:
@@ -461,7 +473,9 @@ class Engine:
             self.parked = [SavedBytes("shared", t.nbytes * traits.tokens // call.tokens) for t in parked]
         limit, input_bytes = self.settings.host_limit(), x.nbytes * traits.tokens // call.tokens
         swap = bootstrap_plan(self, traits, input_bytes, slices, streamed, limit)
-        self.memory = allocate_slots(swap, self.device, self.settings, self.recorder, limit)
+        ahead = bytes_ahead(swap, traits, self.device, limit)
+        self.memory = allocate_slots(swap, self.pages, self.settings, self.recorder, limit, ahead)
+        self.pages.wait()  # times of layers must not contain waits
         self._reader = open_reader(self.memory, swap)
         self.swap, tokens = swap, slices[-1].stop
         short = self.settings.may_stream and call.tokens <= (self.settings.slice_tokens or 0) and not sliced

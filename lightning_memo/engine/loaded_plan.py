@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 
-import torch
-
 from lightning_memo.artifacts.costs import INPUT, Place
 from lightning_memo.artifacts.plan import SwapPlan
 from lightning_memo.engine.layers.token_sharing import SequenceCutter
 from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.disk import DiskStore
+from lightning_memo.engine.memory.host_pages import HostPages
 from lightning_memo.engine.memory.places import Store
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.modules.layer_classes import RequestedSettings
@@ -21,19 +20,21 @@ from lightning_memo.utils.units import format_bytes
 
 def allocate_slots(
     swap: SwapPlan,
-    device: torch.device,
+    pages: HostPages,
     settings: RequestedSettings,
     recorder: TimelineRecorder,
     most_host_bytes: float = math.inf,
+    ahead_bytes: int = 0,
 ) -> SlotMemory:
     """Allocate the rounding buffers of a plan, and its memory in all places.
 
     Args:
         swap: The plan.
-        device: Where layers run.
+        pages: Host memory.
         settings: The settings that were requested.
         recorder: Records copies.
         most_host_bytes: Upper limit of host memory. Memory of the device stands in for the rest.
+        ahead_bytes: Host memory that is locked ahead, for a later plan.
 
     Raises:
         DiskError: The disk does not have the space for what the plan spills.
@@ -41,15 +42,17 @@ def allocate_slots(
     others: dict[Place, Store] = {}
     if settings.disk_path is not None and swap.disk_bytes:
         layout = swap.disk_layout
-        others["disk"] = DiskStore(settings.disk_path, swap.disk_bytes, layout, device, settings.test_mode, recorder)
+        others["disk"] = DiskStore(
+            settings.disk_path, swap.disk_bytes, layout, pages.device, settings.test_mode, recorder
+        )
     memory, host_bytes = swap.memory, swap.host_bytes
     if most_host_bytes < host_bytes:
         fixed = memory.gradients + memory.states + swap.disk_layout.bounce_bytes
         size = max((memory.host - memory.gradients - memory.states) // max(swap.swapped_calls, 1), 1)
         host_bytes = fixed + max(int(most_host_bytes) - fixed, 0) // size * size
     return SlotMemory(
-        memory.slot, host_bytes, device, settings.test_mode, gradient_bytes=memory.gradients,
-        state_bytes=memory.states, recorder=recorder, device_bytes=swap.host_bytes - host_bytes, others=others,
+        memory.slot, host_bytes, pages, settings.test_mode, gradient_bytes=memory.gradients, state_bytes=memory.states,
+        recorder=recorder, device_bytes=swap.host_bytes - host_bytes, others=others, ahead_bytes=ahead_bytes,
     )  # fmt: skip
 
 

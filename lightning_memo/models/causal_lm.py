@@ -52,8 +52,12 @@ class CausalLM(LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.batch_tokens = 0
-        # Checkpoints of earlier versions have an option that is now the default of `fused_kernels`.
-        self._config = ModelConfig(**{name: value for name, value in model.items() if name != "liger"})
+        settings = dict(model)
+        if settings.pop("liger", False):  # of checkpoints of earlier versions
+            warnings.warn(
+                "model.liger has no effect any more: leave it out, and see fused_kernels of MemoStrategy", stacklevel=2
+            )
+        self._config = ModelConfig(**settings)
         self.model: nn.Module | None = None
         self._rng_state: tuple[Tensor, Tensor | None] | None = None
 

@@ -24,6 +24,7 @@ from lightning_memo.engine.copy_streams import make_copy_stream, use_device
 from lightning_memo.engine.layers.step_profile import CallProfile, StepProfile
 from lightning_memo.engine.memory.disk import DiskStore, free_disk_bytes
 from lightning_memo.engine.memory.host import HostArena
+from lightning_memo.engine.memory.host_pages import HostPages
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.planner.make_plan import usable_device_bytes
 from lightning_memo.profiler.memory_meter import WorkingSet
@@ -200,8 +201,10 @@ def copy_bandwidth(device: torch.device, size_bytes: int, arena: HostArena | Non
         size_bytes: Longest copy.
         arena: Host memory to copy with. If it is in use, or empty, pages are locked for the measurement.
     """
+    pages = HostPages(device)
     if arena is None or arena.bytes_in_use or arena.size_bytes < 2:
-        arena = HostArena(2 * size_bytes, pinned=device.type == "cuda")
+        pages.hold(2 * size_bytes)
+        arena = HostArena(pages, range(2 * size_bytes))
     blocks = _device_blocks(min(size_bytes, arena.size_bytes // 2), device)
     size_bytes = blocks[0].nbytes
     acquired = [arena.acquire(size_bytes) for _ in range(2)]
@@ -224,6 +227,7 @@ def copy_bandwidth(device: torch.device, size_bytes: int, arena: HostArena | Non
             stream.close()
         for buffer in hosts:
             arena.release(buffer)
+        pages.close()
 
 
 def _device_blocks(size_bytes: int, device: torch.device) -> list[Tensor]:

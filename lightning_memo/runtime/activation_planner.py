@@ -30,6 +30,7 @@ from lightning_memo.profiler.measured_costs import (
 from lightning_memo.profiler.memory_meter import Precedence, WorkingSet, end_abandoned
 from lightning_memo.reports.tables import plan_shortage
 from lightning_memo.runtime.announce_plan import (
+    announce_locking,
     announce_plan,
     announce_replanning,
     announce_whole_layers,
@@ -179,6 +180,7 @@ class ActivationPlanner(MetersSteps):
         kernels = self._engine.attention
         swap = replace(plan.swap, attention=kernels.chosen or plan.swap.attention)
         plan = replace(plan, swap=swap, attention_trials=kernels.trials)
+        locked_bytes = self._engine.host_bytes
         self._raising_together(lambda: self._engine.load(plan.swap, profile.batch * profile.tokens), everyone=first)
         self.plan = plan
         if earlier is not None and earlier.swap.plain and plan.swap.calls < earlier.swap.calls:
@@ -188,6 +190,8 @@ class ActivationPlanner(MetersSteps):
         if not (first or told) and self._run.rank == 0:
             announce_replanning(plan, self._shrunk)
         self._announce(plan)
+        if self._engine.device.type == "cuda" and locked_bytes:
+            announce_locking(plan.swap.host_bytes, locked_bytes, step_seconds)
         self._warn_of_shortage(plan, everyone=first)
         self._shrunk = self._dropped = False
 
@@ -200,6 +204,7 @@ class ActivationPlanner(MetersSteps):
 
     def _measured(self, profile: StepProfile, step_seconds: float, everyone: bool) -> MeasuredStep:
         run, engine, device = self._run, self._engine, self._engine.device
+        engine.pages.pause()
         fixed = state_bytes(run.model, run.optimizers)
         metered, in_flight = self._stop_meter(), engine.micro_batches.in_flight
         working_set = metered or estimated_working_set(profile, None if self.plan is None else self.plan.costs)

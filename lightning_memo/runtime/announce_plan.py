@@ -12,6 +12,7 @@ from lightning_memo.artifacts.plan import Plan
 from lightning_memo.config import MemoConfig
 from lightning_memo.reports.tables import plan_tables
 from lightning_memo.utils.class_names import class_name
+from lightning_memo.utils.units import format_bytes
 
 
 def announce_plan(plan: Plan, config: MemoConfig, unsliceable: str, why_on_device: str) -> None:
@@ -53,6 +54,22 @@ def announce_whole_layers(plan: Plan, config: MemoConfig, unsliceable: str) -> N
     some = f", and alpha={swap.alpha:.4g} swaps {swapped} of {swap.calls} layer calls" if 0.0 < swap.alpha < 1.0 else ""
     in_vain = "" if config.slice_tokens == "auto" else f"; slice_tokens={config.slice_tokens} saves no memory"
     rank_zero_warn(f"lightning_memo: layers run as one slice{some}, because {unsliceable}{in_vain}.")
+
+
+def announce_locking(host_bytes: int, locked_bytes: int, seconds: float) -> None:
+    """Say how long the next batch waits for host memory, if that takes more than a second.
+
+    Args:
+        host_bytes: Host memory of the plan.
+        locked_bytes: Host memory that is locked already.
+        seconds: How long that took, at most.
+    """
+    left = host_bytes - locked_bytes
+    if (wait := left * seconds / locked_bytes) > 1.0:
+        rank_zero_info(
+            f"lightning_memo: the next batch waits until {format_bytes(left)} more of the host's memory are locked for "
+            f"copies: about {wait:.0f} s, once."
+        )
 
 
 def announce_replanning(plan: Plan, shrunk: bool) -> None:

@@ -39,6 +39,7 @@ from lightning_memo.engine.forward.cut_tokens import cut
 from lightning_memo.engine.forward.intercept import LayerMode, current_handler, handling
 from lightning_memo.engine.memory import host
 from lightning_memo.engine.memory.host import HostArena, HostBuffer
+from lightning_memo.engine.memory.host_pages import HostPages
 from lightning_memo.engine.memory.saved_storages import Registry, gapless_strides, is_dense
 from lightning_memo.engine.memory.slot_memory import Slot, SlotMemory, SlotShare
 from lightning_memo.engine.saved_tensors.call_arguments import NonActivations
@@ -424,7 +425,7 @@ def test_registry_never_matches_a_dead_storage() -> None:
 
 
 def make_memory(slots: int = 4, size: int = 64, test_mode: TestMode | None = None) -> SlotMemory:
-    return SlotMemory(size, slots * size, DEVICE, test_mode=test_mode)
+    return SlotMemory(size, slots * size, HostPages(DEVICE), test_mode=test_mode)
 
 
 def fill(slot: Slot, value: float) -> None:
@@ -432,7 +433,9 @@ def fill(slot: Slot, value: float) -> None:
 
 
 def test_arena_is_one_allocation_of_distinct_regions() -> None:
-    arena = HostArena(192, pinned=False)
+    pages = HostPages(torch.device("cpu"))
+    pages.hold(256)
+    arena = HostArena(pages, range(64, 256))
     regions = [arena.acquire(64) for _ in range(3)]
     assert arena.acquire(1) is None
     assert (arena.buffers_in_use, arena.bytes_in_use) == (3, 192)

@@ -22,7 +22,9 @@ from lightning_memo.artifacts.costs import MOVED
 from lightning_memo.artifacts.plan import Attention
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.copy_streams import CudaCopyStream
-from lightning_memo.engine.memory.host import HostArena
+from lightning_memo.engine.memory import host_pages
+from lightning_memo.engine.memory.host import HostArena, HostStore
+from lightning_memo.engine.memory.host_pages import HostPages
 from lightning_memo.kernels import divided_calls, select_kernel
 from lightning_memo.kernels.divided_calls import DividedCalls
 from lightning_memo.planner.token_slices import stored_bytes
@@ -157,11 +159,12 @@ def milliseconds(work: Callable[[], None]) -> float:
 
 
 @pytest.fixture
-def arena() -> Iterator[HostArena]:
-    arena = HostArena(512 * MIB, pinned=True)
-    yield arena
+def arena(device) -> Iterator[HostArena]:
+    pages = HostPages(device)
+    pages.hold(512 * MIB)
+    yield HostArena(pages, range(512 * MIB))
     torch.cuda.synchronize()
-    arena.close()
+    pages.close()
 
 
 @needs_real_gpu
@@ -202,20 +205,39 @@ def test_a_copy_waits_for_the_computation_before_it_and_later_computation_for_th
     assert bool((block.clone() == 7).all())
 
 
-def test_the_arena_locks_its_pages_and_unlocks_them():
-    arena = HostArena(6 * MIB, pinned=True)
+def test_pages_are_locked_where_a_buffer_is_taken_and_unlocked_where_they_are_closed(device):
+    pages = HostPages(device)
+    pages.hold(6 * MIB)
+    arena = HostArena(pages, range(MIB, 6 * MIB))
     slot = arena.acquire(2 * MIB)
     assert slot.is_pinned() and slot.numel() == 2 * MIB
     arena.release(slot)
-    arena.close()
-    arena.close()
+    pages.close()
+    pages.close()
     assert not slot.is_pinned()
 
 
-def test_an_arena_that_is_not_pinned_is_plain_memory():
-    arena = HostArena(MIB, pinned=False)
-    assert not arena.acquire(MIB).is_pinned()
-    arena.close()
+def test_a_copy_does_not_cross_the_bounds_of_page_locks(device, monkeypatch):
+    monkeypatch.setattr(host_pages, "PART_BYTES", 8192)
+    pages, streams = HostPages(device), [CudaCopyStream(device) for _ in range(2)]
+    pages.hold(50_000)
+    pages.wait()
+    store = HostStore(pages, range(10, 50_000), streams[0], streams[1], poison=True)
+    sent = torch.randint(0, 256, (40_000,), dtype=torch.uint8, device=device)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        streams[0].copy(pages.memory[: sent.nbytes], sent)
+    buffer = store.take(sent.nbytes)
+    buffer.write(sent)
+    back = torch.empty_like(sent)
+    buffer.read(back).wait()
+    assert torch.equal(back, sent)
+    assert torch.equal(buffer.memory.cpu(), sent.cpu())
+    part = torch.empty(17_000, dtype=torch.uint8, device=device)
+    buffer.range(9_000, 17_000).read(part, streams[1]).wait()
+    assert torch.equal(part, sent[9_000:26_000])
+    torch.cuda.synchronize()
+    store.close()
+    pages.close()
 
 
 # ---- Lightning

@@ -10,7 +10,7 @@ from support.benchmark_modules import benchmark_modules, load
 from support.kernels.attention_reference import Attended, Inputs, attend
 
 from lightning_memo.engine.copy_streams import CudaCopyStream
-from lightning_memo.engine.memory.host import HostArena
+from lightning_memo.engine.memory.host_pages import HostPages, in_parts
 from lightning_memo.engine.memory.slot_memory import Slot, SlotShare
 from lightning_memo.kernels import AttentionSpec, select_backend
 
@@ -92,10 +92,11 @@ def test_attention_of_many_documents(choice: str, device: torch.device) -> None:
 def test_a_slot_of_many_bytes_goes_and_comes_back(device: torch.device) -> None:
     need(20 * GIB)
     count = 2**31 + 4096
-    arena = HostArena(2 * count, pinned=True)
+    pages = HostPages(device)
+    pages.hold(2 * count)
     try:
-        host = arena.acquire(2 * count)
-        assert host is not None
+        pages.wait()
+        (host,) = in_parts(pages.memory)
         buffer = torch.empty(2 * count, dtype=torch.uint8, device=device)
         slot = Slot(buffer, {"host": SlotShare(0, 2 * count)})
         t = torch.randint(-(2**15), 2**15, (count,), dtype=torch.int16, device=device)
@@ -109,4 +110,4 @@ def test_a_slot_of_many_bytes_goes_and_comes_back(device: torch.device) -> None:
         assert torch.equal(slot.load(stored), t)
     finally:
         torch.cuda.synchronize(device)
-        arena.close()
+        pages.close()

@@ -64,6 +64,8 @@ def test_checkpoints_of_earlier_versions_have_an_option_that_is_gone():
     module = CausalLM({"config": TINY, "liger": False})
     module.configure_model()
     assert module.model is not None
+    with pytest.warns(UserWarning, match=r"model\.liger has no effect any more"):
+        CausalLM({"config": TINY, "liger": True})
 
 
 def test_lora_trains_the_adapters_alone():

@@ -37,7 +37,7 @@ from lightning_memo.engine.copy_streams import (
     make_copy_stream,
     use_device,
 )
-from lightning_memo.engine.memory.host import host_memory
+from lightning_memo.engine.memory.host_pages import HostPages
 from lightning_memo.engine.memory.places import FreeSpace, Room, Store
 from lightning_memo.engine.memory.saved_storages import POISON
 from lightning_memo.engine.timeline_recorder import NOBODY, Subject, TimelineRecorder
@@ -420,8 +420,10 @@ class DiskStore(Store):
                 "costs host memory and time. Set disk_path to a folder on a local disk",
                 stacklevel=2,
             )
-        memory, self._lock = host_memory(sizes.bounce_bytes, pinned=device.type == "cuda")
-        buffers = memory.split(sizes.chunk_bytes)
+        self._pages = HostPages(device)
+        self._pages.hold(sizes.bounce_bytes)
+        self._pages.wait()
+        buffers = self._pages.memory.split(sizes.chunk_bytes)
         out, back = delays_of(test_mode, 2), delays_of(test_mode, 3)
         stream = make_copy_stream(device, "spill", out, recorder)
         self.writer = _Writer("out", self.file, stream, buffers[: sizes.write_buffers], device, out)
@@ -454,5 +456,4 @@ class DiskStore(Store):
         self.writer.close()
         self.reader.close()
         self.file.close()
-        if self._lock is not None:
-            self._lock.release()
+        self._pages.close()

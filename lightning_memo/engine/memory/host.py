@@ -1,31 +1,23 @@
-"""Host memory as a place for tensors: page-locked, of exactly the planned size, and cut into buffers."""
+"""Host memory as a place for tensors: of exactly the planned size, and cut into buffers."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import mmap
-import os
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_memo.engine.copy_streams import CopyError, CopyEvent, CopyStream
+from lightning_memo.engine.memory.host_pages import HostPages, in_parts
 from lightning_memo.engine.memory.places import FreeSpace, Room, Store
 from lightning_memo.engine.memory.saved_storages import POISON
 from lightning_memo.engine.timeline_recorder import Subject
 
-_POPULATE_WRITE = getattr(mmap, "MADV_POPULATE_WRITE", 23)  # of Linux 5.14
-_MOST_THREADS = 16  # a few saturate the memory of a socket
-_POPULATED_BYTES = 256 * 2**20  # at once
 PIECE_BYTES = 256 * 2**20
 """Longest copy to the host. Attention waits only for the piece that has its keys, and not for all that follow."""
-_DEVICES = Path("/sys/bus/pci/devices")
 
 
 class Arena:
@@ -33,13 +25,12 @@ class Arena:
 
     Args:
         memory: The allocation, uint8.
-        lock: Its page lock, if there is one.
         spare: Another arena, which gives the buffers that this one has no room for.
     """
 
-    def __init__(self, memory: Tensor, lock: PageLock | None = None, spare: Arena | None = None) -> None:
+    def __init__(self, memory: Tensor, spare: Arena | None = None) -> None:
         self.size_bytes, self._spare = memory.nbytes, spare
-        self._memory, self._lock = memory, lock
+        self._memory = memory
         self._space = FreeSpace(memory.nbytes)
 
     @property
@@ -64,28 +55,34 @@ class Arena:
         if self._spare is not None and not own:
             self._spare.release(buffer)
             return
-        self._space.give_back(range(buffer.storage_offset(), buffer.storage_offset() + buffer.nbytes))
-
-    def close(self) -> None:
-        """Unlock the pages. The caller makes sure that no copy is under way."""
-        if self._lock is not None:
-            self._lock.release()
+        start = buffer.storage_offset() - self._memory.storage_offset()
+        self._space.give_back(range(start, start + buffer.nbytes))
 
 
 class HostArena(Arena):
-    """An arena of host memory of exactly the planned size.
+    """An arena of host memory, whose buffers can be copied to and from as soon as they are acquired.
 
     Args:
-        size_bytes: Size of the arena.
-        pinned: Whether its pages are locked.
+        pages: The host memory.
+        span: The part of it that belongs to the arena.
         spare: See :class:`Arena`.
-
-    Raises:
-        MemoryError: The host refuses the allocation or the page lock.
     """
 
-    def __init__(self, size_bytes: int, pinned: bool, spare: Arena | None = None) -> None:
-        super().__init__(*host_memory(size_bytes, pinned), spare)
+    def __init__(self, pages: HostPages, span: range, spare: Arena | None = None) -> None:
+        super().__init__(pages.memory[span.start : span.stop], spare)
+        self._pages = pages
+
+    @override
+    def acquire(self, size_bytes: int) -> Tensor | None:
+        """Return a free buffer, see :class:`Arena`, once its pages are locked.
+
+        Raises:
+            MemoryError: The host refuses the page lock.
+        """
+        buffer = super().acquire(size_bytes)
+        if buffer is not None and buffer.device.type == "cpu":
+            self._pages.wait(buffer.storage_offset() + size_bytes)
+        return buffer
 
 
 @dataclass(slots=True)
@@ -126,7 +123,11 @@ class HostRange:
         if self.memory is None:
             destination.zero_()
             return None
-        event = stream.copy(destination, self.memory, self.written, subject=subject)
+        event, start = None, 0
+        for part in in_parts(self.memory):
+            target = destination[start : start + part.nbytes]
+            event = stream.copy(target, part, self.written, subject=subject)
+            start += part.nbytes
         if self.copies is not None:
             self.copies.read = event
         return event
@@ -161,12 +162,13 @@ class HostBuffer(Room):
     @override
     def write(self, source: Tensor, start: int = 0, *, subject: Subject | None = None) -> CopyEvent:
         """Start copying bytes to the buffer, from byte `start` on; see :meth:`Room.write`."""
-        self.pieces, pieces = [], source.split(PIECE_BYTES)
-        for piece in pieces:
-            stop = start + piece.nbytes
-            self._copies.write = event = self._store.out.copy(self.memory[start:stop], piece, subject=subject)
-            self.pieces.append((stop, event))
-            start = stop
+        self.pieces, copied = [], 0
+        targets = self.memory[start : start + source.nbytes].split(PIECE_BYTES)
+        for target in (part for piece in targets for part in in_parts(piece)):
+            bytes_of_part = source[copied : copied + target.nbytes]
+            self._copies.write = event = self._store.out.copy(target, bytes_of_part, subject=subject)
+            copied += target.nbytes
+            self.pieces.append((start + copied, event))
         self._store.written_bytes += source.nbytes
         return event
 
@@ -212,8 +214,8 @@ class HostStore(Store):
     """Host memory as a place for tensors.
 
     Args:
-        size_bytes: Size of the arena.
-        device: The device.
+        pages: The host memory, of which the store takes a part.
+        span: The part.
         out: The copy stream to the host.
         back: The copy stream to the device.
         poison: Whether buffers are overwritten with NaN when they are given back.
@@ -226,19 +228,19 @@ class HostStore(Store):
 
     def __init__(
         self,
-        size_bytes: int,
-        device: torch.device,
+        pages: HostPages,
+        span: range,
         out: CopyStream,
         back: CopyStream,
         poison: bool,
         spare_bytes: int = 0,
     ) -> None:
-        super().__init__(size_bytes)
-        spare = Arena(torch.empty(spare_bytes, dtype=torch.uint8, device=device)) if spare_bytes else None
-        self.arena = HostArena(size_bytes, device.type == "cuda", spare)
+        super().__init__(len(span))
+        spare = Arena(torch.empty(spare_bytes, dtype=torch.uint8, device=pages.device)) if spare_bytes else None
+        self.arena = HostArena(pages, span, spare)
         self.out, self.back, self.poison = out, back, poison
         self.closed = False
-        self._device = device
+        self._device = pages.device
         self._buffers: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
 
     @property
@@ -273,107 +275,5 @@ class HostStore(Store):
 
     @override
     def close(self) -> None:
-        self.abandon()  # what still refers to buffers must not read freed memory
+        self.abandon()  # what still refers to buffers must not read what others write there
         self.closed = True
-        self.arena.close()
-
-
-def host_memory(size_bytes: int, pinned: bool) -> tuple[Tensor, PageLock | None]:
-    """Allocate host memory on pages of its own.
-
-    Direct I/O and page locks work on complete pages, which two allocations must not share. Huge pages are locked
-    faster. Forked processes, such as the workers of a data loader, do not inherit locked pages, because the kernel
-    would copy them.
-
-    Args:
-        size_bytes: Number of bytes.
-        pinned: Whether the pages are locked, so that the device can copy to and from them by itself.
-
-    Returns:
-        The memory, uint8 `[size_bytes]`, and its page lock if there is one.
-
-    Raises:
-        MemoryError: The host refuses the memory or the page lock.
-    """
-    if size_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8), None
-    try:
-        pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(
-            f"{size_bytes} bytes of host memory are refused by the system ({error.strerror}): lower host_memory"
-        ) from None
-    with contextlib.suppress(OSError):  # a kernel can be built without huge pages
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(pages, dtype=torch.uint8)
-    if not pinned:
-        return memory, None
-    pages.madvise(mmap.MADV_DONTFORK)
-    _populate(memory, _near_cpus(torch.cuda.current_device()))
-    return memory, PageLock(memory)
-
-
-def _near_cpus(device: int) -> set[int]:
-    """Return the CPUs of this process that are on the device's NUMA node, or all of them if there is none."""
-    own = os.sched_getaffinity(0)
-    about = torch.cuda.get_device_properties(device)
-    name = f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
-    try:
-        near = _parsed_cpus((_DEVICES / name / "local_cpulist").read_text())
-    except OSError:  # a container can hide it
-        return own
-    return own & near or own
-
-
-def _parsed_cpus(text: str) -> set[int]:
-    """Return the CPUs that a list of Linux contains, such as `0-3,8`."""
-    ranges = (part.partition("-") for part in text.strip().split(",") if part)
-    return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
-
-
-def _populate(memory: Tensor, cpus: set[int]) -> None:
-    """Map all pages of `memory`, by threads on `cpus`.
-
-    Linux takes a page from the NUMA node of the CPU that writes it first, and clears it. A page lock would do so in one
-    thread, on whichever node it runs. What is refused here, as by an older Linux, is left to the page lock.
-    """
-    advise = ctypes.CDLL(None).madvise
-    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    start, size_bytes = memory.data_ptr(), memory.nbytes
-
-    def populate(offset: int) -> None:
-        advise(start + offset, min(_POPULATED_BYTES, size_bytes - offset), _POPULATE_WRITE)
-
-    threads = min(_MOST_THREADS, len(cpus))
-    with ThreadPoolExecutor(threads, "populate", os.sched_setaffinity, (0, cpus)) as pool:
-        pool.map(populate, range(0, size_bytes, _POPULATED_BYTES))
-
-
-class PageLock:
-    """Locks the pages of host memory, so that the device can copy to and from them by itself.
-
-    PyTorch's pinned memory pool rounds every request up to a power of two; registering ordinary memory does not. The
-    pages are unlocked by `release`, when this object is deleted, or when the process ends.
-
-    Raises:
-        MemoryError: The host refuses the page lock.
-    """
-
-    def __init__(self, memory: Tensor) -> None:
-        self._unlock = weakref.finalize(self, _unlock, memory)
-        error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-        if error != torch.cuda.cudart().cudaError.success:
-            self._unlock.detach()
-            why = torch.cuda.cudart().cudaGetErrorString(error)
-            raise MemoryError(
-                f"page-locking {memory.nbytes} bytes of host memory failed ({why}): lower host_memory, "
-                "or raise the memory limit of the container or job"
-            )
-
-    def release(self) -> None:
-        """Unlock the pages. The caller makes sure that no copy is under way."""
-        self._unlock()
-
-
-def _unlock(memory: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

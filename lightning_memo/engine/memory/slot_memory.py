@@ -16,6 +16,7 @@ These words are used in the same way throughout the engine.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,7 @@ from lightning_memo.artifacts.costs import Place
 from lightning_memo.engine.copy_streams import AllOf, CopyError, CopyEvent, TestMode, delays_of, make_copy_stream
 from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.host import HostBuffer, HostRange, HostStore
+from lightning_memo.engine.memory.host_pages import HostPages
 from lightning_memo.engine.memory.places import Room, Store
 from lightning_memo.engine.memory.saved_storages import POISON, flat, gapless_strides, is_dense
 from lightning_memo.engine.timeline_recorder import NOBODY, Subject, TimelineRecorder
@@ -288,13 +290,14 @@ class SlotMemory:
     Args:
         slot_bytes: Size of the largest slot.
         host_bytes: Host memory of the plan, including `gradient_bytes`, `state_bytes` and what other places take.
-        device: Where the layers run.
+        pages: Host memory, the first bytes of which are used.
         test_mode: Random delays and poisoned buffers that reveal copy races.
         gradient_bytes: Host memory for gradients of keys and values.
         state_bytes: Host memory for hidden states between layers, and for their gradients.
         recorder: Records copies and the computation's waits for them.
         device_bytes: Memory of the device that stands in for host memory, for slots that the host has no space for.
         others: The places besides the host.
+        ahead_bytes: Host memory that is locked ahead, for a later plan.
 
     Attributes:
         stats: Counters of the execution.
@@ -308,7 +311,7 @@ class SlotMemory:
         self,
         slot_bytes: int,
         host_bytes: int,
-        device: torch.device,
+        pages: HostPages,
         test_mode: TestMode | None = None,
         *,
         gradient_bytes: int = 0,
@@ -316,23 +319,26 @@ class SlotMemory:
         recorder: TimelineRecorder | None = None,
         device_bytes: int = 0,
         others: Mapping[Place, Store] | None = None,
+        ahead_bytes: int = 0,
     ) -> None:
-        self.slot_bytes, self.host_bytes, self.device_bytes, self.device = slot_bytes, host_bytes, device_bytes, device
+        self.slot_bytes, self.host_bytes, self.device_bytes = slot_bytes, host_bytes, device_bytes
+        self.device = device = pages.device
         self.stats = MemoryStats()
         self._recorder, self._poison, others = recorder, test_mode is not None, others or {}
         self._rounding = RoundingBuffers(slot_bytes, device, self._poison)
         self._offload = make_copy_stream(device, "offload", delays_of(test_mode, 0), recorder)
         self._prefetch = make_copy_stream(device, "prefetch", delays_of(test_mode, 1), recorder)
-        slots_bytes = host_bytes - gradient_bytes - state_bytes - sum(store.host_bytes for store in others.values())
-        self.host = self._host_store(slots_bytes, device_bytes)
+        stores_bytes = host_bytes - sum(store.host_bytes for store in others.values())
+        pages.hold(stores_bytes, ahead_bytes)
+        bounds = [0, stores_bytes - gradient_bytes - state_bytes, stores_bytes - state_bytes, stores_bytes]
+        slots, gradients, states = (range(*bound) for bound in itertools.pairwise(bounds))
+        self.host = HostStore(pages, slots, self._offload, self._prefetch, self._poison, device_bytes)
         # Gradients are allocated while slots are released. A store of their own keeps them from finding only gaps that
         # are too small.
-        self.gradients, self.states = self._host_store(gradient_bytes), self._host_store(state_bytes)
+        self.gradients = HostStore(pages, gradients, self._offload, self._prefetch, self._poison)
+        self.states = HostStore(pages, states, self._offload, self._prefetch, self._poison)
         self.stores: dict[Place, Store] = {"host": self.host, **others}
         self._all_stores = (*self.stores.values(), self.gradients, self.states)
-
-    def _host_store(self, size_bytes: int, spare_bytes: int = 0) -> HostStore:
-        return HostStore(size_bytes, self.device, self._offload, self._prefetch, self._poison, spare_bytes)
 
     @property
     def offloaded_bytes(self) -> int:
@@ -443,7 +449,7 @@ class SlotMemory:
         return BlockReader(self.device, self._prefetch, buffers, self._poison, size_bytes)
 
     def close(self) -> None:
-        """Stop the copy streams and free the memory of all places."""
+        """Stop the copy streams and free the memory of all places but the host."""
         self._offload.close()
         self._prefetch.close()
         for store in self._all_stores:

@@ -43,6 +43,7 @@ class LayerTraits:
         unsliceable: Why the layer has to run as one slice; empty if it can be cut.
         needs_full_attention: Why attention cannot run slice after slice; empty if it can.
         saved: Sizes of attention outputs, log-sum-exps, keys, values and states of one call.
+        saved_bytes: Bytes of all that one call saves.
         tokens: Number of tokens that were probed.
         key_value_gradient_bytes: Size of the gradients of keys and values, in the dtype in which they are summed.
         changing: Names of the buffers that a forward changes.
@@ -54,6 +55,7 @@ class LayerTraits:
     unsliceable: str
     needs_full_attention: str = ""
     saved: tuple[SavedBytes, ...] = ()
+    saved_bytes: int = 0
     tokens: int = 1
     key_value_gradient_bytes: int = 0
     changing: tuple[str, ...] = ()
@@ -146,6 +148,7 @@ def _traits_of(
         why,
         needs_full_attention,
         tuple(recorder.saved),
+        recorder.writes.saved_bytes,
         tokens,
         recorder.gradient_bytes,
         changing,

@@ -300,6 +300,9 @@ class HiddenWrites(TorchDispatchMode):
 
     Args:
         call: The layer and its arguments, whose parameters, buffers and arguments are left out.
+
+    Attributes:
+        saved_bytes: Bytes of the saved tensors.
     """
 
     def __init__(self, call: LayerCall) -> None:
@@ -307,6 +310,7 @@ class HiddenWrites(TorchDispatchMode):
         self._name = call.name
         held = [*call.layer.parameters(), *call.layer.buffers(), *tree_leaves((call.args, call.kwargs))]
         self._held = {t.untyped_storage()._cdata for t in held if _is_plain(t)}
+        self.saved_bytes = 0
         self._saved: dict[int, list[_Saved]] = {}
         self._written: list[_Saved] = []
 
@@ -315,7 +319,9 @@ class HiddenWrites(TorchDispatchMode):
         if not _is_plain(t) or t.is_inference() or (key := t.untyped_storage()._cdata) in self._held:
             return
         storage = StorageWeakRef(t.untyped_storage())
-        saved = _Saved(storage, *byte_range(t), _Places.of(t), counter_of(t), t._version)
+        saved, known = _Saved(storage, *byte_range(t), _Places.of(t), counter_of(t), t._version), self._saved.get(key)
+        if not known or known[-1].storage.expired():  # otherwise it is saved again, or a part of it
+            self.saved_bytes += t.untyped_storage().nbytes()
         self._saved.setdefault(key, []).append(saved)
 
     def refuse(self) -> None:

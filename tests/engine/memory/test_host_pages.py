@@ -1,4 +1,4 @@
-"""Host memory: pages of its own, written first near the device, locked once."""
+"""Host memory: pages of its own, written first near the device, locked once and in the background."""
 
 from __future__ import annotations
 
@@ -6,24 +6,31 @@ import ctypes
 import gc
 import mmap
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lightning_memo.engine.memory import host
-from lightning_memo.engine.memory.host import HostArena, host_memory
+from lightning_memo.engine.memory import host_pages
+from lightning_memo.engine.memory.host import HostArena
+from lightning_memo.engine.memory.host_pages import HostPages
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 3)
 
 
-def test_host_memory_has_pages_of_its_own() -> None:
-    blocks = [host_memory(size, pinned=False) for size in (1, 4096, 5000, 3 * 2**20)]
-    for (block, lock), size in zip(blocks, (1, 4096, 5000, 3 * 2**20), strict=True):
-        assert (block.nbytes, block.dtype, lock) == (size, torch.uint8, None)
-        assert block.data_ptr() % 4096 == 0
-        block.fill_(7)
-    assert all(int(block.long().sum()) == 7 * block.nbytes for block, _ in blocks)
-    assert HostArena(0, pinned=False).acquire(1) is None
+def test_memory_has_pages_of_its_own() -> None:
+    blocks = [HostPages(CPU) for _ in range(4)]
+    for block, size in zip(blocks, (1, 4096, 5000, 3 * 2**20), strict=True):
+        block.hold(size)
+        assert (block.memory.nbytes, block.memory.dtype, block.held_bytes) == (size, torch.uint8, size)
+        assert block.memory.data_ptr() % 4096 == 0
+        block.memory.fill_(7)
+    assert all(int(block.memory.long().sum()) == 7 * block.memory.nbytes for block in blocks)
+    empty = HostPages(CPU)
+    empty.hold(0)
+    assert HostArena(empty, range(0)).acquire(1) is None
 
 
 class Runtime:
@@ -53,6 +60,7 @@ class Runtime:
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     address = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xA3, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", {3: address}.__getitem__)
@@ -60,18 +68,87 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 
 def test_pages_are_locked_once_and_unlocked_once(runtime: Runtime) -> None:
-    arenas = [HostArena(size, pinned=True) for size in (0, 100, 5000, 100)]
+    blocks = [HostPages(CUDA) for _ in range(4)]
+    for block, size in zip(blocks, (0, 100, 5000, 100), strict=True):
+        block.hold(size)
+        block.wait()
     assert len(runtime.locked) == 3
-    arenas[1].close()
-    arenas[1].close()
+    blocks[1].close()
+    blocks[1].close()
     assert len(runtime.locked) == 2
-    del arenas  # of a run that ended by an exception
+    del block, blocks  # of a run that ended by an exception
     gc.collect()
     assert not runtime.locked
     runtime.result = 2
-    with pytest.raises(MemoryError, match=r"page-locking 5000 bytes of host memory failed \(error 2\): .*memory limit"):
-        HostArena(5000, pinned=True)
-    gc.collect()
+    refused = HostPages(CUDA)
+    refused.hold(5000)
+    for _ in range(2):
+        with pytest.raises(MemoryError, match=r"page-locking 5000 bytes of host memory failed \(error 2\): .*limit"):
+            refused.wait()
+    refused.close()
+
+
+def spans(runtime: Runtime) -> list[int]:
+    """Numbers of pages that are locked together."""
+    return [len(pages) for _, pages in sorted(runtime.locked.items())]
+
+
+def test_memory_grows_in_parts(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pages, "PART_BYTES", 4 * 4096)
+    block = HostPages(CUDA)
+    block.hold(4 * 4096 + 5, 11 * 4096)
+    block.wait(4 * 4096)
+    assert spans(runtime)[0] == 4
+    address = block.memory.data_ptr()
+    block.wait()
+    block.pause()
+    ahead = spans(runtime)
+    assert ahead in ([4, 4], [4, 4, 3]) and block.held_bytes == sum(ahead) * 4096
+    block.hold(10 * 4096)  # a plan that needs less than was locked ahead
+    block.wait()
+    assert block.memory.data_ptr() == address and spans(runtime) == [4, 4, 2]
+    block.hold(11 * 4096)  # the last part is locked again
+    block.wait()
+    assert spans(runtime) == [4, 4, 3]
+    block.hold(30 * 4096)
+    block.wait()
+    assert spans(runtime) == [4] * 7 + [2]
+    block.close()
+    assert not runtime.locked and block.held_bytes == 0
+
+
+def test_who_takes_a_buffer_waits_for_its_pages(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pages, "PART_BYTES", 4096)
+    may_lock = threading.Semaphore(0)
+    lock = runtime.cudaHostRegister
+    monkeypatch.setattr(runtime, "cudaHostRegister", lambda *call: (may_lock.acquire(), lock(*call))[1])
+    block = HostPages(CUDA)
+    block.hold(4 * 4096)
+    arena = HostArena(block, range(4 * 4096))
+    may_lock.release(2)
+    assert arena.acquire(2 * 4096) is not None  # although the rest is not locked
+    runtime.result = 2
+    may_lock.release(2)
+    with pytest.raises(MemoryError, match="page-locking 4096 bytes"):
+        arena.acquire(1)
+    block.close()
+    assert not runtime.locked
+
+
+def test_locking_pauses_and_goes_on_where_it_is_needed(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pages, "PART_BYTES", 4096)
+    locking, may_lock = threading.Event(), threading.Event()
+    lock = runtime.cudaHostRegister
+    monkeypatch.setattr(runtime, "cudaHostRegister", lambda *call: (locking.set(), may_lock.wait(), lock(*call))[2])
+    block = HostPages(CUDA)
+    block.hold(3 * 4096, 8 * 4096)
+    locking.wait()
+    threading.Timer(0.05, may_lock.set).start()
+    block.pause()  # waits for the part that is being locked, and leaves out the others
+    assert spans(runtime) == [1]
+    block.wait()
+    assert spans(runtime) == [1, 1, 1]
+    block.close()
 
 
 @pytest.mark.parametrize(
@@ -85,20 +162,20 @@ def test_locked_pages_are_written_first_by_threads_near_the_device(
     if near is not None:
         (tmp_path / "0001:a3:00.0").mkdir()
         (tmp_path / "0001:a3:00.0" / "local_cpulist").write_text(near.format(own=first))
-    monkeypatch.setattr(host, "_DEVICES", tmp_path)
+    monkeypatch.setattr(host_pages, "_DEVICES", tmp_path)
     bound: list[tuple[int, set[int]]] = []
     bind = os.sched_setaffinity
     monkeypatch.setattr(os, "sched_setaffinity", lambda *call: (bound.append(call), bind(*call)))
-    arena = HostArena(600 * 2**20 + 5, pinned=True)
+    block = HostPages(CUDA)
+    block.hold(600 * 2**20 + 5)
+    block.wait()
     assert 1 <= len(bound) <= 3
     assert all(call == (0, {first} if used else own) for call in bound)
     assert os.sched_getaffinity(0) == own
-    assert resident_pages(arena) == -(-(600 * 2**20 + 5) // mmap.PAGESIZE)
+    assert resident_pages(block.memory) == -(-(600 * 2**20 + 5) // mmap.PAGESIZE)
 
 
-def resident_pages(arena: HostArena) -> int:
-    buffer = arena.acquire(arena.size_bytes)
-    assert buffer is not None
+def resident_pages(buffer: torch.Tensor) -> int:
     pages = (ctypes.c_ubyte * -(-buffer.nbytes // mmap.PAGESIZE))()
     address = ctypes.c_void_p(buffer.data_ptr())
     assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(buffer.nbytes), pages) == 0
@@ -107,4 +184,4 @@ def resident_pages(arena: HostArena) -> int:
 
 def test_memory_that_the_host_has_not_got_is_refused_in_one_line() -> None:
     with pytest.raises(MemoryError, match=r"bytes of host memory are refused .* lower host_memory"):
-        host_memory(2**60, pinned=False)
+        HostPages(CPU).hold(2**60)

@@ -20,13 +20,14 @@ from support.harness import DELAYS
 from torch import Tensor
 from torch.utils.dlpack import to_dlpack
 
+from lightning_memo.engine.memory.host_pages import HostPages
 from lightning_memo.engine.memory.offloaded_tensor import OffloadedTensor, TensorBuilder, part_of, read_parts, read_rows
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 
 
 @pytest.fixture
 def memory() -> Iterator[SlotMemory]:
-    memory = SlotMemory(64, 4096, DEVICE, test_mode=DELAYS, state_bytes=4096)
+    memory = SlotMemory(64, 4096, HostPages(DEVICE), test_mode=DELAYS, state_bytes=4096)
     yield memory
     memory.close()
 
