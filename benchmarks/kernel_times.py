@@ -1,4 +1,4 @@
-"""Compares attention kernels, and a layer with and without liger-kernel's kernels: time and memory.
+"""Compares attention kernels, and a layer as it is, by `fused_kernels` and by liger-kernel: time and memory.
 
     python benchmarks/kernel_times.py --device cuda
     python benchmarks/kernel_times.py --device cuda --model llama3_8b --lengths 4K 64K --repeats 9
@@ -8,7 +8,7 @@ Attention is a forward and a backward pass on random queries, keys and values wi
 available kernel and for a replay of PyTorch's own. A layer is the first layer of the model with random weights: a
 forward and a backward pass on its input, and the bytes that autograd saves between them in addition to the weights.
 Each round measures everything of one length and compares it with the first candidate: PyTorch's own kernel, or the
-layer without liger-kernel. A candidate that does not run is a row that says why.
+layer as it is in transformers. A candidate that does not run is a row that says why.
 
 The results are printed and written to a JSON file, from which benchmarks/performance.py generates docs/performance.md.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -11,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_memo.engine.modules.fused_kernels import attach_fused
 from lightning_memo.estimate.cluster import load_model, load_preset
 from lightning_memo.kernels import AttentionBackend, AttentionSpec
 from lightning_memo.kernels.fallback_kernels import Replay
 from lightning_memo.kernels.select_kernel import candidate_kernels
 from lightning_memo.models import ModelConfig, build_model
 from lightning_memo.utils.find_layers import find_hugging_face, find_stacks
+from lightning_memo.utils.replaced_functions import replaced
 
 _WORDS = 256  # vocabulary of the model; its embedding and head are not measured
 Works = Iterator[tuple[str, str, Callable[[], "Work"]]]
@@ -67,16 +70,43 @@ class _Attention:
 
 
 def layer_works(model: str, tokens: int, dtype: torch.dtype, device: torch.device) -> Works:
-    """Returns a layer without and with liger-kernel's kernels."""
-    for name, liger in (("transformers", False), ("liger-kernel", True)):
-        yield "layer", name, functools.partial(_Layer.of, model, tokens, dtype, device, liger)
+    """Returns a layer as it is in transformers, by `fused_kernels` and by liger-kernel's kernels."""
+    for name, patch in (("transformers", None), ("fused_kernels", _fuse), ("liger-kernel", _apply_liger)):
+        yield "layer", name, functools.partial(_Layer.of, model, tokens, dtype, device, patch)
+
+
+_Patched = Callable[[], contextlib.AbstractContextManager[None]]
+"""Returns a context in which the layer of a patched model runs."""
+
+
+def _fuse(model: nn.Module) -> _Patched:
+    layer = find_stacks(model)[0].layers[0]
+    attach_fused([layer], next(layer.parameters()).device)
+    return contextlib.nullcontext
+
+
+def _apply_liger(model: nn.Module) -> _Patched:
+    """Patches a model as its users do. Nothing is left of it for other models."""
+    try:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance  # the function that transformers calls
+    except ImportError as missing:
+        raise ValueError("liger-kernel is not installed: pip install 'lightning-memo[liger]'") from missing
+    module = sys.modules[type(model).__module__]
+    before = dict(vars(module))
+    _apply_liger_kernel_to_instance(model=model, fused_linear_cross_entropy=False, cross_entropy=False)
+    rotate = module.apply_rotary_pos_emb
+    for name, value in before.items():
+        setattr(module, name, value)
+    return functools.partial(replaced, module, "apply_rotary_pos_emb", lambda _, *args: rotate(*args))
 
 
 class _Layer:
     """Returns a layer, and the arguments of its call in the model."""
 
-    def __init__(self, layer: nn.Module, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._layer, self._x = layer, x.requires_grad_()
+    def __init__(
+        self, layer: nn.Module, patched: _Patched, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._layer, self._patched, self._x = layer, patched, x.requires_grad_()
         self._args, self._kwargs = args, kwargs
         self._dy = torch.randn_like(x)
         self._y: Tensor | None = None
@@ -84,7 +114,14 @@ class _Layer:
         self.kept_bytes = 0
 
     @classmethod
-    def of(cls, model: str, tokens: int, dtype: torch.dtype, device: torch.device, liger: bool) -> _Layer:
+    def of(
+        cls,
+        model: str,
+        tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        patch: Callable[[nn.Module], _Patched] | None,
+    ) -> _Layer:
         torch.manual_seed(0)
         config = {**load_preset("model", model)["config"], "num_hidden_layers": 2, "vocab_size": _WORDS}
         config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -93,12 +130,12 @@ class _Layer:
         torch.set_default_dtype(dtype)
         try:
             with device:
-                network = build_model(ModelConfig(config=config, liger=liger), device)
+                network = build_model(ModelConfig(config=config))
                 x = torch.randn(1, tokens, network.config.hidden_size)
         finally:
             torch.set_default_dtype(before)
-        layer = find_stacks(network)[0].layers[0]
-        return cls(layer, x, *_arguments(network, layer, x))
+        layer, patched = find_stacks(network)[0].layers[0], contextlib.nullcontext if patch is None else patch(network)
+        return cls(layer, patched, x, *_arguments(network, layer, x))
 
     def forward(self) -> None:
         kept: dict[int, int] = {}
@@ -109,7 +146,7 @@ class _Layer:
                 kept[storage.data_ptr()] = storage.nbytes()
             return t
 
-        with saved_tensors_hooks(note, lambda t: t):
+        with saved_tensors_hooks(note, lambda t: t), self._patched():
             y = self._layer(self._x, *self._args, **self._kwargs)
         self._y = y[0] if isinstance(y, tuple) else y
         self.kept_bytes = sum(kept.values())

@@ -5,6 +5,7 @@ Packages of other projects are optional; if one is missing, `Unavailable` says s
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.utils.checkpoint
@@ -174,6 +176,24 @@ def attach_alst_reentrant(model: nn.Module, stack: ExitStack) -> Peer:
     stack.callback(setattr, torch.utils.checkpoint, "CheckpointFunction", torch.utils.checkpoint.CheckpointFunction)
     setattr(torch.utils.checkpoint, "CheckpointFunction", _CheckpointOnHost)  # noqa: B010  mypy forbids to assign to it
     return tiled
+
+
+def with_liger(attach: Attach) -> Attach:
+    """Returns the same method for a model with liger-kernel's norms, rotary positions and feed-forwards."""
+
+    def attach_to_patched(model: nn.Module, stack: ExitStack) -> Peer:
+        _need_cuda("liger-kernel's kernels are Triton's")
+        liger = _module("liger_kernel.transformers.monkey_patch", "liger-kernel")
+        (host,) = find_hugging_face(model)
+        if host.config.model_type not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
+            raise Unavailable(f"liger-kernel has no kernels for models of type {host.config.model_type}")
+        for changed in (sys.modules[type(host).__module__], *host.modules()):
+            stack.enter_context(patch.dict(vars(changed)))  # to put back what is there now
+        liger._apply_liger_kernel_to_instance(model=host, fused_linear_cross_entropy=False, cross_entropy=False)
+        peer = attach(model, stack)
+        return replace(peer, packages=(*peer.packages, *named("liger-kernel")))
+
+    return attach_to_patched
 
 
 def named(*packages: str) -> tuple[str, ...]:

@@ -140,7 +140,7 @@ def with_section(readme: str, devices: dict[str, list[Result]], rehearsed: Rehea
     before, _, rest = readme.partition(first)
     _, _, after = rest.partition(last)
     parts = [_summary(device, found) for device, found in devices.items()] or [
-        "**On a GPU**, nothing has been measured yet. `bash benchmarks/gpu_all.sh` makes the measurements."
+        "**On a GPU**, nothing has been measured yet. `bash benchmarks/lease.sh` makes the measurements."
     ]
     parts += [simulated_page.summary(rehearsed)] if rehearsed else []
     return "\n\n".join([before + first, *parts, last + after])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 Interval = tuple[float, float]
+_LISTED = 40
 _COPIES = {"copy_out": "DtoH", "copy_in": "HtoD"}
 
 
@@ -54,6 +56,16 @@ def summary(events: Iterable[tuple[str, float, float]]) -> dict[str, float] | No
         "exposed_copy_seconds": total(both) - total(busy),
         "idle_seconds": both[-1][1] - both[0][0] - total(both),
     }
+
+
+def kernels(events: Iterable[tuple[str, float, float]]) -> list[tuple[str, int, float]]:
+    """Returns the kernels that take longest: their names, how often they ran, and their seconds."""
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    for name, start, stop in events:
+        if not name.startswith("Mem"):  # copies and fills
+            times[name].append(stop - start)
+    found = [(name, len(seconds), sum(seconds)) for name, seconds in times.items()]
+    return sorted(found, key=lambda kernel: -kernel[2])[:_LISTED]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

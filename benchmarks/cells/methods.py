@@ -21,6 +21,7 @@ class Method:
         settings: Settings of `MemoStrategy`.
         sliced: Whether the slices have the length given by the cell.
         own_loss: Whether the method has its own loss that never holds all logits.
+        fused: Whether the norms, rotary positions and feed-forwards of layers run by fused kernels.
     """
 
     label: str
@@ -28,6 +29,7 @@ class Method:
     settings: dict[str, Any] = field(default_factory=dict)
     sliced: bool = False
     own_loss: bool = False
+    fused: bool = False
 
     @property
     def is_memo(self) -> bool:
@@ -42,8 +44,12 @@ class Method:
         return MemoStrategy(attention=cell.attention, **self.settings, **slices, **whole)
 
 
+def _with_liger(label: str, attach: peers.Attach) -> Method:
+    return Method(f"{label} + liger-kernel", peers.with_liger(attach), fused=True)
+
+
 def _memo(label: str, sliced: bool = False, **settings: Any) -> Method:
-    return Method(label, settings=settings, sliced=sliced, own_loss=True)
+    return Method(label, settings=settings, sliced=sliced, own_loss=True, fused=settings.get("fused_kernels", True))
 
 
 METHODS: Final = {
@@ -57,12 +63,22 @@ METHODS: Final = {
     "alst": Method("DeepSpeed ALST", peers.attach_alst, own_loss=True),
     "alst_freed": Method("DeepSpeed ALST, inputs freed after use", peers.attach_alst_freed, own_loss=True),
     "alst_reentrant": Method("ALST, reentrant checkpoints", peers.attach_alst_reentrant, own_loss=True),
+    "plain_liger": _with_liger("plain", peers.attach_plain),
+    "checkpointing_liger": _with_liger("checkpointing", peers.attach_checkpointing),
+    "selective_liger": _with_liger("selective checkpointing", peers.attach_selective),
+    "selective_products_liger": _with_liger(
+        "selective checkpointing, every second product", peers.attach_selective_products
+    ),
+    "checkpointing_async_offload_liger": _with_liger(
+        "checkpointing + async offload", peers.attach_checkpointing_async_offload
+    ),
     # Alphas are compared with each other and with the planner's choice, all without planned memory.
     **{
         f"memo_alpha_{alpha:g}": _memo(f"Memo, alpha {alpha:g}", alpha=alpha, plan_memory=False)
         for alpha in (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
     },
     "memo_auto_unplanned": _memo("Memo auto, memory unplanned", plan_memory=False),
+    "memo_auto_eager": _memo("Memo auto, fused_kernels=False", fused_kernels=False, plan_memory=False),
     "memo_auto": _memo("Memo auto"),
     "memo_kinds": _memo("Memo by kinds", plan_memory=False),  # of earlier results; it is "memo_auto_unplanned" now
     "memo_slices": _memo("Memo, many slices", sliced=True, plan_memory=False),

@@ -20,16 +20,15 @@ MAIN: Final = (
 )  # fmt: skip
 SWEEP: Final = tuple(f"memo_alpha_{alpha}" for alpha in ("0", "0.125", "0.25", "0.5", "0.75", "1"))
 ALPHAS: Final = (*SWEEP, "memo_auto_unplanned")
-_HEADLINE: Final = (
-    "checkpointing",
-    "selective",
-    "memo_auto_unplanned",
-    "memo_alpha_0",
-    "checkpointing_async_offload",
-    "memo_slices",
-)
+_HEADLINE: Final = ("checkpointing", "selective", "selective_liger", "memo_auto_unplanned", "memo_auto_eager")
 ALST: Final = ("alst", "alst_freed", "alst_reentrant")
-ALL: Final = tuple(dict.fromkeys((*MAIN, *ALST, *ALPHAS, "memo_slices", "memo_slice_schedule")))
+LIGER: Final = tuple(
+    f"{method}_liger"
+    for method in ("plain", "checkpointing", "selective", "selective_products", "checkpointing_async_offload")
+)
+ALL: Final = tuple(
+    dict.fromkeys((*MAIN, *ALST, *LIGER, *ALPHAS, "memo_auto_eager", "memo_slices", "memo_slice_schedule"))
+)
 BOUND_LAYERS: Final = (1, 2)
 """Numbers of layers with which plain training fits; the difference is the least time of one layer."""
 
@@ -56,10 +55,12 @@ def grid(
                 yield replace(cell, method=method, tokens=tokens), effort or effort_at(tokens)
 
 
-def bounds(cell: Cell, lengths: Sequence[int], effort: Effort | None = None) -> Iterator[Work]:
+def bounds(
+    cell: Cell, lengths: Sequence[int], effort: Effort | None = None, methods: Sequence[str] = ("plain",)
+) -> Iterator[Work]:
     """Returns the cells that determine the shortest possible step of a cell's model."""
     few = [replace(cell, layers=layers) for layers in BOUND_LAYERS]
-    return grid(few, ("plain",), lengths, effort)
+    return grid(few, methods, lengths, effort)
 
 
 def effort_at(tokens: int) -> Effort:
@@ -72,13 +73,23 @@ def effort_at(tokens: int) -> Effort:
 
 
 def most_important() -> list[Work]:
-    """Returns the most important cells for a GPU that is available for half an hour, the most important first."""
+    """Returns the most important cells for a rented GPU, the most important first.
+
+    A quarter of an hour is enough for those with adapters: bounds, the default beside its peers, with and without fused
+    kernels, until its memory is planned, and with expandable segments.
+    """
     few, whole = Cell(method="", tokens=0, model="llama3_8b", layers=8), Cell(method="", tokens=0, model="llama3_2_1b")
     unplanned = [replace(few, allocator=allocator) for allocator in ("native", "expandable_segments")]
-    adapters = [replace(few, layers=None, tuning="lora", attention="cudnn")]
+    adapters = replace(few, layers=None, tuning="lora", attention="cudnn")
+    effort = Effort(warmup=1, repeats=2, settle_seconds=60, seconds=250)
     work: list[Work] = []
-    for tokens, repeats in ((64 * _K, 2), (128 * _K, 1)):
-        work += grid(adapters, _HEADLINE, [tokens], Effort(warmup=1, repeats=repeats, settle_seconds=60, seconds=250))
+    for tokens in (64 * _K, 128 * _K):
+        work += bounds(adapters, [tokens], effort, ("plain", "plain_liger"))
+    work += grid([adapters], _HEADLINE, [64 * _K], effort)
+    work += grid([adapters], ("memo_auto",), [64 * _K], replace(effort, settle_seconds=120))
+    work += grid([replace(adapters, allocator="expandable_segments")], ("memo_auto_unplanned",), [64 * _K], effort)
+    work += grid([replace(adapters, layers=8)], ("memo_auto_unplanned", "selective_liger"), [128 * _K], effort)
+    work += grid([adapters], _HEADLINE, [128 * _K], replace(effort, repeats=1))
     for tokens in (64 * _K, 128 * _K):
         work += [*grid([few], MAIN, [tokens]), *bounds(few, [tokens])]
     work += grid([few], ALPHAS, [64 * _K])

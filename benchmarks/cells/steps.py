@@ -116,6 +116,7 @@ class Steps(Callback):
             "gradient_norm": float(self._gradient_norm) if self._computes and self._gradient_norm is not None else None,
             "waits": self._waits,
             "activity": activity.summary(self._events),
+            "kernels": activity.kernels(self._events),
         }
 
     # ---- a step

@@ -211,6 +211,7 @@ def _plan(strategy: Any, swap: Any) -> Result:
     return {
         "mode": "plain" if swap.plain else "memo",
         "alpha": swap.alpha,
+        "expected_seconds": strategy.plan.step_seconds,
         "joint_attention": swap.joint_attention,
         "stream_from_host": swap.stream_from_host,
         "memory_planned": planned is not None and planned.stats is not None,

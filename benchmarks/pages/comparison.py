@@ -77,9 +77,14 @@ class Group:
         """Returns the faster of the default settings, with planned memory and without, and its time in seconds."""
         return self._fastest([method for method in DEFAULTS if method in self.methods], tokens)
 
-    def best_other(self, tokens: int) -> tuple[str, float] | None:
-        """Returns the fastest method of another project, and its time in seconds."""
-        others = [method for method in self.methods if not METHODS[method].is_memo]
+    def best_other(self, tokens: int, fused: bool = True) -> tuple[str, float] | None:
+        """Returns the fastest method of another project, and its time in seconds.
+
+        Args:
+            tokens: Number of tokens.
+            fused: Whether methods with fused kernels are among them.
+        """
+        others = [m for m in self.methods if not METHODS[m].is_memo and (fused or not METHODS[m].fused)]
         return self._fastest(others, tokens)
 
     def best_memo(self, tokens: int) -> tuple[str, float] | None:
@@ -94,17 +99,22 @@ class Group:
         timed = [(seconds, m) for m in methods if (seconds := self.seconds(m, tokens)) is not None]
         return min(timed)[::-1] if timed else None
 
-    def bound_seconds(self, tokens: int) -> float | None:
-        """Returns the time of a step without recomputation and waiting, extrapolated from few layers."""
+    def bound_seconds(self, tokens: int, method: str = "plain") -> float | None:
+        """Returns the time of a step without recomputation and waiting, extrapolated from few layers.
+
+        Args:
+            tokens: Number of tokens.
+            method: Plain training, with the usual kernels or with others.
+        """
         first, second = BOUND_LAYERS
-        few = [self._plain_seconds(layers, tokens) for layers in BOUND_LAYERS]
+        few = [self._few_seconds(method, layers, tokens) for layers in BOUND_LAYERS]
         if few[0] is None or few[1] is None:
             return None
         layer = (few[1] - few[0]) / (second - first)
         return few[0] + (shape_of(self.cell).layers - first) * layer
 
-    def _plain_seconds(self, layers: int, tokens: int) -> float | None:
-        wanted = replace(self.cell, layers=layers, method="plain", tokens=tokens)
+    def _few_seconds(self, method: str, layers: int, tokens: int) -> float | None:
+        wanted = replace(self.cell, layers=layers, method=method, tokens=tokens)
         same = [r for r in self.everything if code_of(r) == self.code and r["status"] == "ok"]
         found = [r for r in same if Cell(**r["cell"]).path == wanted.path]
         return found[0]["median_seconds"] if found else None

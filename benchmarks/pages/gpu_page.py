@@ -13,7 +13,7 @@ from pages.comparison import LOSS_TOLERANCE, NORM_TOLERANCE, Group, Speedup, gro
 from pages.markdown import number, ratio, table, tokens
 
 NOT_MEASURED = """Nothing has been measured on a GPU yet; `benchmarks/results/gpu` is empty.
-`bash benchmarks/gpu_all.sh` measures everything for this page, the most important comparisons first. You can stop it at
+`bash benchmarks/lease.sh` measures everything for this page, the most important comparisons first. You can stop it at
 any time; it continues where it stopped. `python benchmarks/gpu.py --help` describes single comparisons."""
 
 TUNING = {"full": "all weights trained", "lora": "LoRA of rank 16 on all linear layers"}

@@ -1,4 +1,4 @@
-"""The part of the performance page with attention kernels, and with layers that use liger-kernel."""
+"""The part of the performance page with attention kernels, and with layers by fused kernels."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def section(report: Report) -> str:
         "to\nPyTorch's own",
         _table([row for row in rows if row["what"] == "attention"], lengths, _time),
         f"**A layer of {settings['model']}, forward and backward**; in brackets, relative to the "
-        "layer\nwithout liger-kernel",
+        "layer\nas it is in transformers",
         _table([row for row in rows if row["what"] == "layer"], lengths, _time),
         "**Bytes that the layer saves for its backward pass**",
         _table([row for row in rows if row["what"] == "layer"], lengths, _kept),

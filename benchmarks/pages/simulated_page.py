@@ -55,6 +55,7 @@ day on which it was measured. The rates of the simulated device were fitted to t
 Rehearsed = Sequence[tuple[str, str, Sequence[Result]]]
 
 _NEGLIGIBLE_BYTES = 1 << 20
+_EAGER = "memo_auto_eager"
 
 
 def section(host: str, device: str, results: Sequence[Result]) -> str:
@@ -153,14 +154,27 @@ def _whole_models(results: Sequence[Result]) -> list[Group]:
 
 
 def _group(group: Group) -> str:
-    bound = ["bound", *(_seconds(group.bound_seconds(n)) for n in group.lengths)]
-    return f"**{group.cell.model}, {TUNING[group.cell.tuning]}** ({group.code})\n\n{_methods(group, bound)}"
+    bounds = [
+        [label, *(_seconds(group.bound_seconds(n, method)) for n in group.lengths)]
+        for label, method in (("bound", "plain"), ("bound + liger-kernel", "plain_liger"))
+    ]
+    rows = [_expected(group), *(row for row in bounds if set(row[1:]) != {"-"})]
+    return f"**{group.cell.model}, {TUNING[group.cell.tuning]}** ({group.code})\n\n{_methods(group, *rows)}"
+
+
+def _expected(group: Group) -> list[str]:
+    """Returns the row of what the plans of the default expect."""
+    found = [group.default(n) for n in group.lengths]
+    results = [default and group.result(default[0], n) for default, n in zip(found, group.lengths, strict=True)]
+    return ["expected by Memo's plan", *(_seconds(r["plan"].get("expected_seconds") if r else None) for r in results)]
 
 
 def _methods(group: Group, *more: list[str]) -> str:
     """Returns the table of all methods, with more rows before the last one."""
     rows = [[METHODS[m].label, *(_cell(group.result(m, n)) for n in group.lengths)] for m in group.methods]
     rows.extend(more)
+    if _EAGER in group.methods:
+        rows.append([f"{METHODS[_EAGER].label}: times as fast", *(_eager_speedup(group, n) for n in group.lengths)])
     if any(METHODS[m].is_memo for m in group.methods):
         rows.append(["Memo's default: times as fast", *(_speedup(group, n) for n in group.lengths)])
     return table(["", *map(tokens, group.lengths)], rows)
@@ -186,6 +200,12 @@ def _speedup(group: Group, length: int) -> str:
     other = group.best_other(length)
     ratio = _ratio(group, length)
     return ratio if other is None or ratio == "-" else f"{ratio} ({METHODS[other[0]].label})"
+
+
+def _eager_speedup(group: Group, length: int) -> str:
+    """Returns how many times as fast Memo is without fused kernels as the fastest other method without them."""
+    own, other = group.seconds(_EAGER, length), group.best_other(length, fused=False)
+    return "-" if own is None or other is None else f"{other[1] / own:.3f} ({METHODS[other[0]].label})"
 
 
 def _ratio(group: Group, length: int) -> str:

@@ -373,6 +373,13 @@ def test_the_peak_is_that_of_the_device():
     assert peak.specified("Some other GPU", 10**9) is None
 
 
+def test_kernels_are_listed_by_their_time():
+    kernels = load("cells.activity").kernels
+    events = [("gemm", 0.0, 1.0), ("Memcpy DtoH", 0.0, 9.0), ("norm", 1.0, 1.5), ("gemm", 2.0, 2.5), ("norm", 4.0, 6.5)]
+    assert kernels(events) == [("norm", 2, 3.0), ("gemm", 2, 1.5)]
+    assert kernels([]) == []
+
+
 def test_copies_count_where_no_kernel_runs():
     summary = load("cells.activity").summary
     events = [

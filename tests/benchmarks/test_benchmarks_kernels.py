@@ -1,4 +1,4 @@
-"""The benchmark of attention kernels and of layers with liger-kernel's, on a CPU, and the page's part about it."""
+"""The benchmark of attention kernels and of layers by fused ones, on a CPU, and the page's part about it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import sys
 import pytest
 import torch
 from support.benchmark_modules import ROOT, load
-
-from lightning_memo.models import model_builder
 
 pytestmark = pytest.mark.usefixtures("own_modules")
 
@@ -25,7 +23,7 @@ def run(monkeypatch, *arguments):
 def report(own_modules, tmp_path_factory):
     folder = tmp_path_factory.mktemp("kernels")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_builder, "_LIGER", False)
+        patch.setitem(sys.modules, "liger_kernel.transformers", None)
         assert run(patch, "--device", "cpu", "--quick", "--output", folder) == 0
     (path,) = folder.iterdir()
     return json.loads(path.read_text())
@@ -33,7 +31,8 @@ def report(own_modules, tmp_path_factory):
 
 def test_what_runs_is_measured_and_what_does_not_says_why(report):
     rows = {(row["what"], row["name"], row["tokens"]): row for row in report["results"]}
-    kinds = [("attention", "sdpa"), ("attention", "replay"), ("layer", "transformers"), ("layer", "liger-kernel")]
+    layers = ("transformers", "fused_kernels", "liger-kernel")
+    kinds = [("attention", "sdpa"), ("attention", "replay"), *(("layer", name) for name in layers)]
     assert list(rows) == [(*kind, n) for what in ("attention", "layer") for n in (64, 128)
                           for kind in kinds if kind[0] == what]  # fmt: skip
     for (what, name, tokens), row in rows.items():

@@ -92,7 +92,7 @@ def test_a_page_that_is_out_of_date_is_told(monkeypatch, project, capsys):
 
 def test_without_results_of_a_gpu_it_says_so_and_how_to_get_them(monkeypatch, project):
     for page in pages(monkeypatch, project):
-        assert "bash benchmarks/gpu_all.sh" in page
+        assert "bash benchmarks/lease.sh" in page
         assert "measured" in page
         assert "### NVIDIA" not in page and "On one NVIDIA" not in page
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Runs all measurements that need a GPU, the most important first.
+# Runs all measurements that need a GPU, the most important first: a quarter of an hour measures the most important cells.
 #
-#     bash benchmarks/gpu_all.sh [SECONDS [FOLDER]]
+#     bash benchmarks/lease.sh [SECONDS [FOLDER]]
 #
 # It stops after SECONDS (default: when everything is done). The same command continues it without repeating finished
 # work; a stage that failed is not repeated either. Results go to FOLDER (default: benchmarks/results), the output of each
-# stage to FOLDER/stages, and all of it once more to FOLDER/gpu_all.tar.gz.
+# stage to FOLDER/stages, and all of it once more to FOLDER/lease.tar.gz.
 # PYTHON is the interpreter. Other programs (deepspeed, trl, peft) and kernels (liger-kernel, flash-attn) are used if it
 # finds them.
 set -u
@@ -75,5 +75,5 @@ cells longest_lora --plan longest --models llama3_8b --tuning lora --lengths 64K
     --methods memo_auto_unplanned alst checkpointing memo_slices
 cells longest_full --plan longest --models llama3_2_1b --tuning full --lengths 128K 2M --multiple-of 128K \
     --methods memo_auto_unplanned alst checkpointing memo_slices
-tar --create --gzip --file "$results/gpu_all.tar.gz" --directory "$results" --exclude gpu_all.tar.gz .
+tar --create --gzip --file "$results/lease.tar.gz" --directory "$results" --exclude lease.tar.gz .
 echo "All stages were tried. To generate the page: $python benchmarks/performance.py"
