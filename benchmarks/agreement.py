@@ -39,13 +39,18 @@ _LORA: Final = {"r": 16, "target_modules": "all-linear"}
 _METHODS: Final[dict[str, dict[str, Any]]] = {
     "memo_auto_unplanned": {"method": "memo"},
     "checkpointing": {"method": "full_recompute"},
+    "selective": {"method": "selective_checkpointing"},
     "memo_alpha_0": {"method": "memo", "alpha": 0.0},
     "memo_alpha_1": {"method": "memo", "alpha": 1.0},
 }
 _KERNELS: Final = {"sdpa": "flash", "cudnn": "cudnn"}
 # Longer sequences run in slices, which training chooses once a step has not fitted. Estimates are for given slices.
 _LONGEST: Final = 256 * 1024
-_SHOWN: Final = {"memo_auto_unplanned": "Memo", "checkpointing": "checkpointing"}
+_SHOWN: Final = {
+    "memo_auto_unplanned": "Memo",
+    "checkpointing": "checkpointing",
+    "selective": "selective checkpointing",
+}
 _USABLE_HOST: Final = 0.9
 """Share of the free host memory that training uses (`lightning_memo.profiler.measured_costs`)."""
 

@@ -26,7 +26,7 @@ Storage = dict[str, dict[str, float]]
 spilled to a disk ("disk") and recomputed ("recompute"). Kinds are "input", "attention", the outputs of matrix products
 by the names of their modules, and "other" for all other tensors."""
 ZeroCommunication = Literal["none", "int8", "int4"]
-Method = Literal["memo", "full_recompute", "full_swap", "plain"]
+Method = Literal["memo", "full_recompute", "selective_checkpointing", "full_swap", "plain"]
 _SUCCESSORS: Final = {
     "megatron": "method=full_recompute",
     "deepspeed_ulysses": "method=full_recompute parallel.zero_stage=3",
@@ -171,9 +171,14 @@ class EstimateRequest:
             raise ValueError(f"method={self.method!r}: give {', '.join(get_args(Method))}")
 
     @property
-    def recomputes_all(self) -> bool:
-        """Whether the backward of a layer computes the layer with attention again, and nothing is swapped."""
-        return self.method == "full_recompute"
+    def recomputes(self) -> bool:
+        """Whether the backward of a layer computes the layer again, and nothing is swapped."""
+        return self.method == "full_recompute" or self.keeps_attention
+
+    @property
+    def keeps_attention(self) -> bool:
+        """Whether it does so without attention, whose output stays on the device."""
+        return self.method == "selective_checkpointing"
 
     @property
     def swaps(self) -> bool:

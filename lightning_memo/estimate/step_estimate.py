@@ -48,6 +48,7 @@ from lightning_memo.estimate.training_plan import (
     by_category,
     bytes_of_plan,
     memory_at,
+    saved_names,
     training_plan,
 )
 from lightning_memo.planner import HostMemoryError
@@ -140,7 +141,7 @@ def _estimate_stage(request: EstimateRequest, parallel: Parallelism) -> Estimate
 
 def _sentences(request: EstimateRequest, parallel: Parallelism, outcome: LayersEstimate) -> Iterator[str]:
     """Sentences about activations and about stages of a pipeline, which may be empty."""
-    yield activations_sentence(request.swaps, outcome)
+    yield activations_sentence(request, outcome)
     yield pipeline_sentence(request, parallel, outcome.seconds - outside_seconds(request, parallel))
     if size := waiting_bytes(request, parallel):
         yield (
@@ -287,13 +288,13 @@ def _too_much_for_host(
 
 def estimate_resident(request: EstimateRequest, parallel: Parallelism) -> LayersEstimate:
     """Estimate a method that copies nothing to the host."""
-    recomputes, costs = request.recomputes_all, estimated_layer_costs(request, parallel)
+    recomputes, costs = request.recomputes, estimated_layer_costs(request, parallel)
     if recomputes and has_known_step(request) and parallel.pp == 1:
         return _resident(request, parallel, costs, _checkpointed_bytes(request, parallel, costs))
-    kept = costs.input_bytes[0] if recomputes else costs.skeletal_bytes // costs.calls
+    kept = _kept_bytes(request, costs) if recomputes else costs.skeletal_bytes // costs.calls
     activations = kept * costs.calls
     others = max(map(sum, zip(costs.attention_bytes, costs.other_bytes, strict=True)))
-    recomputed_bytes = others if recomputes else 0
+    recomputed_bytes = (max(costs.other_bytes) if request.keeps_attention else others) if recomputes else 0
     in_backward = costs.backward_device_bytes + recomputed_bytes
     first_stage = activations * sequences_in_flight(request, parallel) + in_backward
     at_loss = costs.transient_device_bytes
@@ -312,9 +313,11 @@ def estimate_resident(request: EstimateRequest, parallel: Parallelism) -> Layers
 
 
 def _checkpointed_bytes(request: EstimateRequest, parallel: Parallelism, costs: LayerCosts) -> dict[str, int]:
-    """Bytes of a step that keeps layer inputs, and computes each layer again."""
-    kept = costs.input_bytes[0]
-    call = PlannedCall(slices=(PlannedSlice(tokens=costs.tokens, made=all_but_input(request)),), kept_bytes=kept)
+    """Bytes of a step that keeps layer inputs, maybe with outputs of attention, and computes the rest again."""
+    kept, made = _kept_bytes(request, costs), all_but_input(request)
+    if request.keeps_attention:
+        made -= saved_names(request, "attention")
+    call = PlannedCall(slices=(PlannedSlice(tokens=costs.tokens, made=made),), kept_bytes=kept)
     step = PlannedStep(step=known_step(request, parallel), calls=[call] * costs.calls, checkpointed=True)
     activations = costs.calls * kept
     return {
@@ -325,15 +328,21 @@ def _checkpointed_bytes(request: EstimateRequest, parallel: Parallelism, costs: 
     }
 
 
+def _kept_bytes(request: EstimateRequest, costs: LayerCosts) -> int:
+    """Bytes that a layer keeps for its backward if it is computed again."""
+    return costs.input_bytes[0] + (costs.attention_bytes[0] if request.keeps_attention else 0)
+
+
 def _resident(
     request: EstimateRequest, parallel: Parallelism, costs: LayerCosts, device_bytes: dict[str, int]
 ) -> LayersEstimate:
-    recomputes = request.recomputes_all
+    recomputes = request.recomputes
     if not recomputes:  # memory is not planned
         device_bytes["fragmentation"] = round(request.constants.fragmentation * sum(device_bytes.values()))
     tokens = request.seq_len
     flops = sum(
-        part.layers * (2.0 * tokens * part.multiplied_in_a_layer + part.attention_flops(tokens))
+        part.layers
+        * (2.0 * tokens * part.multiplied_in_a_layer + part.attention_flops(tokens) * (not request.keeps_attention))
         for part in request.shape.runs
     )
     return LayersEstimate(
@@ -351,26 +360,27 @@ def _resident(
 
 def _seconds(request: EstimateRequest, parallel: Parallelism, costs: LayerCosts) -> float:
     """Time of the layers and the head without any copies."""
-    again = sum(_recompute_seconds(request, parallel)) if request.recomputes_all else 0.0
+    again = sum(_recompute_seconds(request, parallel)) if request.recomputes else 0.0
     return costs.outside_seconds + sum(costs.forward_seconds) + sum(costs.backward_seconds) + again
 
 
 def _recompute_seconds(request: EstimateRequest, parallel: Parallelism) -> tuple[float, ...]:
     """Time to compute each layer of a pipeline stage again."""
-    runs = ((run.shape.layers, layer_times(run, parallel).forward) for run in request.runs(parallel))
-    return sum(((seconds,) * layers for layers, seconds in runs), ())
+    runs = [(run.shape.layers, layer_times(run, parallel)) for run in request.runs(parallel)]
+    again = ((layers, t.recompute if request.keeps_attention else t.forward) for layers, t in runs)
+    return sum(((seconds,) * layers for layers, seconds in again), ())
 
 
-def activations_sentence(swaps: bool, outcome: LayersEstimate) -> str:
+def activations_sentence(request: EstimateRequest, outcome: LayersEstimate) -> str:
     """Describe what happens to the activations of a layer, in fractions of the tokens.
 
     Args:
-        swaps: Whether the training method swaps.
+        request: What was estimated.
         outcome: Estimate of the layers.
     """
     if outcome.storage is not None:
         return _by_kind(outcome.storage)
-    swapped = (outcome.alpha or 0.0) if swaps else 0.0
+    swapped = (outcome.alpha or 0.0) if request.swaps else 0.0
     kept = 1.0 - swapped - outcome.recomputed
     fractions = (
         f"{_percent(swapped)} of tokens have their activations swapped, {_percent(outcome.recomputed)} recomputed, "
@@ -378,9 +388,10 @@ def activations_sentence(swaps: bool, outcome: LayersEstimate) -> str:
     )
     if outcome.recomputed + swapped == 0:
         return fractions
-    if swaps:
+    if request.swaps:
         return f"{fractions} Layer inputs and attention outputs are swapped for every token."
-    return f"{fractions} Layer inputs are kept on the device for every token."
+    what = "Layer inputs and attention outputs" if request.keeps_attention else "Layer inputs"
+    return f"{fractions} {what} are kept on the device for every token."
 
 
 def _by_kind(storage: Storage) -> str:

@@ -44,7 +44,7 @@ CATEGORY_COLORS: Final = {
 }  # fmt: skip
 """Colors of the categories of memory, from the bottom of a bar to the top."""
 METHOD_COLORS: Final[dict[Method, str]] = {
-    "memo": _BLUE, "full_recompute": _ORANGE, "full_swap": _GREEN, "plain": _GREY
+    "memo": _BLUE, "full_recompute": _ORANGE, "selective_checkpointing": _PINK, "full_swap": _GREEN, "plain": _GREY
 }  # fmt: skip
 _MARKERS: Final = "osD^vP*X"
 _LINES: Final = ("-", "--", ":", "-.")

@@ -149,7 +149,7 @@ def test_max_finds_the_longest(run):
     assert answer_of(run(*settings, f"seq_len={tokens + 16384}"))["status"] != "ok"
 
 
-@pytest.mark.parametrize("method", ["memo", "full_recompute", "full_swap", "plain"])
+@pytest.mark.parametrize("method", ["memo", "full_recompute", "selective_checkpointing", "full_swap", "plain"])
 def test_all_methods_answer(run, method):
     answer = answer_of(run("model=llama3_8b", "cluster=h200", "seq_len=8K", f"method={method}", "output=json"))
     assert (answer["status"], answer["method"]) == ("ok", method)
@@ -238,7 +238,7 @@ def colors(figure, kind):
 def test_kinds_of_bytes_and_methods_have_their_colors_in_every_picture(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(pictures, "_save", lambda figure, path: figures.append(figure) or path)
-    methods = ["memo", "full_recompute", "full_swap", "plain"]
+    methods = ["memo", "full_recompute", "selective_checkpointing", "full_swap", "plain"]
     jobs = {method: [swept(method, tokens) for tokens in (4096, 2**17, 2**20)] for method in methods}
     for group in (methods, methods[::-1], ["plain", "full_recompute"], ["full_swap"]):
         pictures.draw_estimates([job for method in group for job in jobs[method]], tmp_path)
@@ -289,7 +289,7 @@ def test_a_mistake_in_a_sweep_is_a_line_of_its_report(run):
     [
         (["model=nope"], ["model/nope", "llama3_8b"]),
         (["cluster=nope"], ["cluster/nope", "h100"]),
-        (["method=magic"], ["method='magic'", "give memo, full_recompute, full_swap, plain"]),
+        (["method=magic"], ["method='magic'", "give memo, full_recompute, selective_checkpointing, full_swap, plain"]),
         (["method=megatron"], ["method=megatron: programs of papers", "give method=full_recompute, "]),
         (["method=deepspeed_ulysses"], ["give method=full_recompute parallel.zero_stage=3, "]),
         (["method=fpdt"], ["give method=memo slice_tokens=64K stream_from_host=hidden, "]),

@@ -221,8 +221,8 @@ def test_a_host_that_is_full_is_told():
 @pytest.mark.parametrize(
     ("method", "pp"),
     [
-        *[(m, 1) for m in ("memo", "full_recompute", "full_swap", "plain")],
-        *[(m, 2) for m in ("memo", "full_recompute")],
+        *[(m, 1) for m in ("memo", "full_recompute", "selective_checkpointing", "full_swap", "plain")],
+        *[(m, 2) for m in ("memo", "full_recompute", "selective_checkpointing")],
     ],
 )
 def test_the_parts_of_a_step_are_all_of_it(method, pp):
