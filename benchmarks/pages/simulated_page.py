@@ -21,8 +21,10 @@ and unmodified, but large tensors are not computed: kernels and copies take the 
 
 A cell is the time of a step; Memo's cells also have the peak of the device and the locked memory of the host. All methods use cuDNN's
 attention, the loss in chunks and AdamW, in bf16 on one sequence; memory is not planned. "Selective checkpointing" saves the outputs
-of attention and recomputes everything else. The bound is a step without recomputation and waiting, extrapolated from 1 and 2 layers.
-The last row compares Memo's default settings with the fastest other method. Steps in which Memo compares layers with themselves
+of attention and recomputes everything else. Methods "+ liger-kernel" run its norms, rotary positions and feed-forwards. The bound is a
+step without recomputation and waiting, extrapolated from 1 and 2 layers. The start of Memo is what its first two steps take, less a
+later step: profile, plan, and locking of host memory. The last row compares Memo's default settings, which have
+[fused kernels](kernels.md#fused-kernels), with the fastest other method. Steps in which Memo compares layers with themselves
 (1, 2, 4, ..., and every 64th) take up to 0.5 s longer, which the median leaves out."""  # noqa: E501  lines of the page
 
 _LONGEST = """### The longest sequences
@@ -158,15 +160,32 @@ def _group(group: Group) -> str:
         [label, *(_seconds(group.bound_seconds(n, method)) for n in group.lengths)]
         for label, method in (("bound", "plain"), ("bound + liger-kernel", "plain_liger"))
     ]
-    rows = [_expected(group), *(row for row in bounds if set(row[1:]) != {"-"})]
+    rows = [_expected(group), _start(group), *(row for row in bounds if set(row[1:]) != {"-"})]
     return f"**{group.cell.model}, {TUNING[group.cell.tuning]}** ({group.code})\n\n{_methods(group, *rows)}"
 
 
 def _expected(group: Group) -> list[str]:
     """Returns the row of what the plans of the default expect."""
-    found = [group.default(n) for n in group.lengths]
-    results = [default and group.result(default[0], n) for default, n in zip(found, group.lengths, strict=True)]
+    results = [_of_default(group, n) for n in group.lengths]
     return ["expected by Memo's plan", *(_seconds(r["plan"].get("expected_seconds") if r else None) for r in results)]
+
+
+def _start(group: Group) -> list[str]:
+    """Returns the row of what the first two steps take, less a later one, beside checkpointing's first step."""
+    cells = []
+    for n in group.lengths:
+        own, other = _of_default(group, n), group.finished("checkpointing", n)
+        if own is None or own.get("first_planned_step_seconds") is None:
+            cells.append("-")
+            continue
+        text = _seconds(own["first_planned_step_seconds"] - own["median_seconds"])
+        cells.append(text if other is None else f"{text} ({_seconds(other['first_step_seconds'])})")
+    return ["start of Memo (first step of checkpointing)", *cells]
+
+
+def _of_default(group: Group, length: int) -> Result | None:
+    found = group.default(length)
+    return None if found is None else group.result(found[0], length)
 
 
 def _methods(group: Group, *more: list[str]) -> str:

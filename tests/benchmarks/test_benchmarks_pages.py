@@ -313,3 +313,29 @@ def test_the_first_screen_says_what_the_results_say():
     assert f"{over[128]} to {over[64]} times as fast" in site
     assert f"a step is {over[256]} times as fast as with the fastest method that fits" in site
     assert f"{seconds[0] / seconds[1]:.2f} times as fast as with gradient checkpointing" in readme
+
+
+def test_a_simulated_group_has_expected_times_starts_and_both_kinds_of_kernels():
+    page, whole = load("pages.simulated_page"), {"layers": None}
+    plan = {"alpha": 0.0, "expected_seconds": 8.25}
+    cells = [
+        result("checkpointing", 65536, 12.0, first_step_seconds=12.5, **whole),
+        result("selective", 65536, 10.5, **whole),
+        result("selective_liger", 65536, 9.0, **whole),
+        result("memo_auto_eager", 65536, 10.0, **whole),
+        result("memo_auto_unplanned", 65536, 8.0, plan=plan, first_planned_step_seconds=26.0, **whole),
+        *(result("plain", 65536, seconds, layers=n) for n, seconds in ((1, 2.0), (2, 2.25))),
+        *(result("plain_liger", 65536, seconds, layers=n) for n, seconds in ((1, 1.5), (2, 1.625))),
+    ]
+    for cell in cells:
+        cell.get("memory", {}).update({"peak_allocated_bytes": 2**30, "peak_pinned_bytes": 0})
+    text = page.section("128GiB", "Some GPU (simulated)", cells)
+    for row in (
+        "| expected by Memo's plan | 8.25 s |",
+        "| start of Memo (first step of checkpointing) | 18.00 s (12.50 s) |",
+        "| bound | 9.75 s |",
+        "| bound + liger-kernel | 5.38 s |",
+        "| Memo auto, fused_kernels=False: times as fast | 1.050 (selective checkpointing) |",
+        "| Memo's default: times as fast | 1.125 (selective checkpointing + liger-kernel) |",
+    ):
+        assert row in text
