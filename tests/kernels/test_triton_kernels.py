@@ -7,7 +7,8 @@ import os
 import statistics
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -289,6 +290,52 @@ def test_rotations_of_a_users_function(calls: Counter[str], monkeypatch) -> None
     step, counts = counted_step(model := build(), calls)
     assert counts["rotated"] == 0
     assert_close(step, loss_and_gradients(model, make_batch(1, 12)))
+
+
+def test_functions_that_a_user_put_around_others_run(calls: Counter[str], monkeypatch) -> None:
+    seen = Counter[str]()
+
+    def watched(owner: Any, name: str) -> None:
+        own = getattr(owner, name)
+
+        @wraps(own)
+        def watch(*args: Any) -> Any:
+            seen[name] += 1
+            return own(*args)
+
+        monkeypatch.setattr(owner, name, watch)
+
+    watched(modeling_llama, "apply_rotary_pos_emb")
+    watched(modeling_llama.LlamaMLP, "forward")
+    model, batch = build(), make_batch(1, 12)
+    with EngineUnderTest(model, fused_kernels=True) as under_test:
+        calls.clear()
+        seen.clear()
+        under_test.step(batch)
+    assert not calls and seen["forward"] >= 2 and seen["apply_rotary_pos_emb"] >= 2
+
+
+def test_approximations_of_gelu_are_told_apart(calls: Counter[str]) -> None:
+    model, batch = build(), make_batch(1, 12)
+    for layer, approximate in zip(model.model.layers, ("tanh", "none"), strict=True):
+        layer.mlp.act_fn = nn.GELU(approximate)
+    step, counts = counted_step(model, calls)
+    assert counts["gated"] == 1
+    assert_close(step, loss_and_gradients(model, batch))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4.DeepseekV4MLP", "glm5_next.Glm5NextTextMLP"])
+def test_classes_that_clamp_large_numbers(name: str, calls: Counter[str]) -> None:
+    package, _, kind = name.partition(".")
+    module = pytest.importorskip(f"transformers.models.{package}.modeling_{package}")
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "moe_intermediate_size": 16}
+    torch.manual_seed(0)
+    mlp = getattr(module, kind)(SimpleNamespace(**sizes, hidden_act="silu", swiglu_limit=10.0, mlp_bias=False))
+    layer, x = nn.Sequential(mlp), numbers(2, 4, 8) * 100
+    plain = layer(x)
+    undo = fused_kernels.attach_fused([layer], torch.device("cpu"))
+    calls.clear()
+    assert torch.equal(layer(x), plain) and not calls and not undo
 
 
 def test_the_function_is_replaced_inside_of_layers_only(calls: Counter[str]) -> None:

@@ -109,6 +109,12 @@ def _is_near(t: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
     return t.dtype == dtype and t.shape == right.shape and bool(near)
 
 
+def _is_of_transformers(function: Any) -> bool:
+    """Return whether a function is one of transformers, and not a user's around it, which may do more."""
+    home = getattr(function, "__globals__", {}).get("__name__") or getattr(function, "__module__", "")
+    return home.startswith("transformers.")
+
+
 def _waves(factor: float, *shape: int, device: torch.device) -> Tensor:
     numbers = torch.linspace(-3, 4, math.prod(shape), dtype=torch.float32, device=device)
     return numbers.mul(factor).sin().view(shape)
@@ -149,7 +155,8 @@ def _is_norm(module: nn.Module) -> bool:
     kind, eps = type(module), getattr(module, "variance_epsilon", getattr(module, "eps", None))
     named = kind.__module__.startswith("transformers.") and kind.__name__.endswith("RMSNorm")
     weights = [name for name, p in module.named_parameters() if p.dim() == 1] if named else []
-    return weights == ["weight"] and isinstance(eps, float) and "forward" not in vars(module)
+    own = "forward" not in vars(module) and _is_of_transformers(kind.forward)
+    return weights == ["weight"] and isinstance(eps, float) and own
 
 
 def _norm_agrees(norm: nn.Module, device: torch.device) -> bool:
@@ -177,7 +184,8 @@ def _attach_feed_forwards(modules: Sequence[nn.Module], device: torch.device) ->
     kinds: dict[Any, bool | None] = {}
     for module in filter(_is_feed_forward, modules):
         settings = _settings(module)
-        kind = type(module), type(module.act_fn), *((k, v) for k, v in settings.items() if k != "act_fn")
+        activation = type(module.act_fn), repr(module.act_fn)  # which has the approximation of GELU
+        kind = type(module), *activation, *((k, v) for k, v in settings.items() if k != "act_fn")
         if kind not in kinds:
             agreeing = (tanh for tanh in (False, True) if _feed_forward_agrees(module, tanh, device))
             kinds[kind] = next(agreeing, None)
@@ -205,10 +213,11 @@ def _settings(module: Any) -> dict[str, Any]:
 
 
 def _is_feed_forward(module: nn.Module) -> bool:
-    activation = module._modules.get("act_fn")
-    known = type(module).__module__.startswith("transformers.") and "forward" not in vars(module)
-    if not known or activation is None or any(module._modules.get(name) is None for name in _PROJECTIONS):
+    known = type(module).__module__.startswith("transformers.") and _is_of_transformers(type(module).forward)
+    parts = [module._modules.get(name) for name in ("act_fn", *_PROJECTIONS)]
+    if not known or "forward" in vars(module) or None in parts:
         return False
+    activation: nn.Module = module.act_fn
     return type(activation).__module__ in ("transformers.activations", nn.SiLU.__module__) and _is_untouched(activation)
 
 
@@ -230,7 +239,8 @@ def _feed_forward_agrees(module: nn.Module, tanh: bool, device: torch.device) ->
     def exact(gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
         return (gated_activation(gate, up, tanh),)
 
-    return _agree(own, fused, exact, [_waves(f, 8, 96, device=device) * 6 for f in (99, 83)])
+    given = [_waves(f, 8, 96, device=device) for f in (99, 83)]
+    return all(_agree(own, fused, exact, [t * size for t in given]) for size in (6, 1e6))  # some classes clamp
 
 
 # ---- rotary positions
@@ -247,8 +257,7 @@ def _attach_rotations(modules: Sequence[nn.Module], device: torch.device) -> Ite
         if function is None or _ROTARY not in getattr(getattr(code, "__code__", None), "co_names", ()):
             continue
         if function not in agreeing:
-            own = getattr(function, "__module__", "").startswith("transformers.")
-            agreeing[function] = own and _rotation_agrees(function, device)
+            agreeing[function] = _is_of_transformers(function) and _rotation_agrees(function, device)
         if agreeing[function]:
             yield replace_forward(module, functools.partial(_run_rotating, home, function))
 
