@@ -20,7 +20,7 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -99,12 +99,12 @@ class HostPages:
             self._locked = self._parts[-1].span.stop if self._parts else 0
             starts = range(self._locked, needed, PART_BYTES)
             parts = [_Part(range(start, min(start + PART_BYTES, needed))) for start in starts]
-            self._parts += parts
             self._stop = threading.Event()
             arguments = self.memory, parts, self.device, self._stop
             thread = threading.Thread(target=_lock, args=arguments, name="lock", daemon=True)
-            weakref.finalize(self, _end, thread, self._stop)
             thread.start()
+            self._parts += parts  # which nobody would lock if the system refused the thread
+            weakref.finalize(self, _end, thread, self._stop)
 
     def _trim(self, mapping: mmap.mmap, size_bytes: int) -> None:
         """Give back the parts behind `size_bytes`, and a last one that is shorter than it is going to be."""
@@ -123,7 +123,7 @@ class HostPages:
         stop = self._held if stop is None else stop
         if stop <= self._locked or self.device.type != "cuda":
             return
-        if not self._parts or self._parts[-1].span.stop < stop:  # paused
+        if self._stop.is_set() or not self._parts or self._parts[-1].span.stop < stop:  # paused
             self.hold(self._held)
         for part in self._parts:
             if part.span.start < stop:
@@ -134,7 +134,7 @@ class HostPages:
         """Lock no more pages until others are needed."""
         self._stop.set()
         for part in self._parts:
-            with contextlib.suppress(CancelledError, MemoryError):  # is raised where the memory is needed
+            with contextlib.suppress(Exception):  # is raised where the memory is needed
                 part.lock.result()
         self._parts = [part for part in self._parts if part.is_locked]
         self._locked = self._parts[-1].span.stop if self._parts else 0
@@ -190,8 +190,9 @@ def _lock(memory: Tensor, parts: Sequence[_Part], device: torch.device, stop: th
 
 def _end(thread: threading.Thread, stop: threading.Event) -> None:
     stop.set()
-    if thread is not threading.current_thread():
-        thread.join()  # a process must not end within a page lock
+    # A process must not end within a page lock. Garbage is collected in any thread, also one that `thread` waits for.
+    if threading.current_thread() is threading.main_thread():
+        thread.join()
 
 
 def _near_cpus(device: int) -> set[int]:

@@ -7,8 +7,10 @@ import gc
 import mmap
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -185,3 +187,75 @@ def resident_pages(buffer: torch.Tensor) -> int:
 def test_memory_that_the_host_has_not_got_is_refused_in_one_line() -> None:
     with pytest.raises(MemoryError, match=r"bytes of host memory are refused .* lower host_memory"):
         HostPages(CPU).hold(2**60)
+
+
+def test_threads_that_the_system_refuses(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, refused = threading.Thread.start, {"lock"}
+
+    def start_some(thread: threading.Thread) -> None:
+        if refused & set(thread.name.split("_")):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    block = HostPages(CUDA)
+    with pytest.raises(RuntimeError, match="can't start"):
+        block.hold(5000)
+    refused.clear()
+    block.wait()
+    assert len(runtime.locked) == 1
+    block.close()
+    refused.add("populate")
+    block.hold(5000)
+    with pytest.raises(RuntimeError, match="can't start"):
+        block.wait()
+    block.close()
+    refused.clear()
+    block.hold(5000)
+    block.wait()
+    assert len(runtime.locked) == 1
+    block.close()
+
+
+def test_a_pause_that_is_interrupted(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pages, "PART_BYTES", 4096)
+    locking, may_lock = threading.Event(), threading.Event()
+    lock = runtime.cudaHostRegister
+    monkeypatch.setattr(runtime, "cudaHostRegister", lambda *call: (locking.set(), may_lock.wait(), lock(*call))[2])
+    block = HostPages(CUDA)
+    block.hold(3 * 4096)
+    locking.wait()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host_pages.Future, "result", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            block.pause()
+    may_lock.set()
+    block.wait()
+    assert spans(runtime) == [1, 1, 1]
+    block.close()
+
+
+def test_garbage_is_collected_by_a_thread_that_maps_pages(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody closed is garbage, as after a failed run, while its pages are being locked."""
+    dropped, collected = threading.Event(), threading.Event()
+
+    def populate(memory: torch.Tensor, pool: ThreadPoolExecutor) -> None:
+        dropped.wait()
+        pool.submit(gc.collect).result(timeout=10)
+        collected.set()
+
+    monkeypatch.setattr(host_pages, "_populate", populate)
+    block: Any = HostPages(CUDA)
+    block.itself = block
+    gc.disable()
+    try:
+        block.hold(5000)
+        del block
+        dropped.set()
+        assert collected.wait(10)
+    finally:
+        gc.enable()
