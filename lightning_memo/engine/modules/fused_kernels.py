@@ -162,8 +162,6 @@ def _is_norm(module: nn.Module) -> bool:
 def _norm_agrees(norm: nn.Module, device: torch.device) -> bool:
     norm, eps, width = copy.copy(norm), _eps(norm), norm.weight.shape[0]
     norm._parameters = {}
-    linspace = functools.partial(torch.linspace, dtype=torch.float32, device=device)
-    sizes = 10 ** linspace(0, -5, 8)[:, None]  # the tokens' squares are larger and smaller than eps
 
     def own(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         norm.weight = weight
@@ -172,7 +170,9 @@ def _norm_agrees(norm: nn.Module, device: torch.device) -> bool:
     def fused(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         return (F.rms_norm(x, weight.shape, weight, eps),)
 
-    return _agree(own, fused, fused, [_waves(99, 8, width, device=device) * sizes, linspace(0.5, 1.5, width)])
+    x, weight = _waves(99, 8, width, device=device), 1 + _waves(7, width, device=device) / 2
+    # The tokens' squares are larger and smaller than eps.
+    return all(_agree(own, fused, fused, [x * size, weight]) for size in (1e6, 1, 1e-3, 1e-5))
 
 
 # ---- feed-forwards
@@ -284,7 +284,8 @@ def _rotation_agrees(function: Any, device: torch.device) -> bool:
     def exact(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
         return tuple(rotation(x, cos.to(x.dtype), sin.to(x.dtype)) for x in (q, k))
 
-    return _agree(own, fused, exact, [_waves(99, 2, heads, 5, 16, device=device) for heads in (4, 2)])
+    given = [_waves(99, 2, heads, 5, 16, device=device) for heads in (4, 2)]
+    return all(_agree(own, fused, exact, [t * size for t in given]) for size in (1, 1e6))
 
 
 # ---- adapters
