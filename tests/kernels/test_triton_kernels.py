@@ -333,7 +333,7 @@ def test_classes_that_clamp_large_numbers(name: str, calls: Counter[str]) -> Non
     mlp = getattr(module, kind)(SimpleNamespace(**sizes, hidden_act="silu", swiglu_limit=10.0, mlp_bias=False))
     layer, x = nn.Sequential(mlp), numbers(2, 4, 8) * 100
     plain = layer(x)
-    undo = fused_kernels.attach_fused([layer], torch.device("cpu"))
+    undo = list(fused_kernels.attach_fused([layer], torch.device("cpu")))
     calls.clear()
     assert torch.equal(layer(x), plain) and not calls and not undo
 

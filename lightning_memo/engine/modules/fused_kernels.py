@@ -32,7 +32,7 @@ from lightning_memo.utils.around_forward import without_saved_tensors_hooks
 from lightning_memo.utils.replaced_functions import replaced
 
 
-def attach_fused(layers: Sequence[nn.Module], device: torch.device) -> list[Callable[[], None]]:
+def attach_fused(layers: Sequence[nn.Module], device: torch.device) -> Iterator[Callable[[], None]]:
     """Compute modules of layers by fewer kernels, where gradients are computed.
 
     Linear modules that LoRA adapts run as they are if they have several active adapters or a variant of LoRA (DoRA), if
@@ -47,18 +47,19 @@ def attach_fused(layers: Sequence[nn.Module], device: torch.device) -> list[Call
         layers: The layers.
         device: Their device.
 
-    Returns:
-        Functions that undo this.
+    Yields:
+        Functions that undo this, each after what it undoes.
     """
     modules = list(dict.fromkeys(m for layer in layers for m in layer.modules() if m is not layer))
     adapted = (module for layer in layers for _, module in adapted_modules(layer))
-    undo = [replace_forward(module, _run_adapted) for module in adapted if "forward" not in vars(module)]
+    for module in adapted:
+        if "forward" not in vars(module):
+            yield replace_forward(module, _run_adapted)
     if device.type == "cuda":
-        undo += _attach_norms(modules, device)
+        yield from _attach_norms(modules, device)
     if runs_triton(device):
-        undo += _attach_feed_forwards(modules, device)
-        undo += _attach_rotations(modules, device)
-    return undo
+        yield from _attach_feed_forwards(modules, device)
+        yield from _attach_rotations(modules, device)
 
 
 def runs_triton(device: torch.device) -> bool:
