@@ -205,7 +205,7 @@ def bytes_of_plan(request: EstimateRequest, parallel: Parallelism, plan: Plan) -
     kept = swap.memory.kept
     working = plan.working_set_bytes - swap.memory.buffer_bytes - kept
     if has_known_step(request) and request.sliced is None:
-        if swap.plain and request.element_bytes.stream != FP32:
+        if swap.plain and request.shape.separate_norms and request.element_bytes.stream != FP32:
             kept -= sum(plan.costs.input_bytes)  # the layer's norm saves a copy in fp32 instead
         step = PlannedStep(
             step=known_step(request, parallel),
