@@ -175,7 +175,8 @@ def _start(group: Group) -> list[str]:
     cells = []
     for n in group.lengths:
         own, other = _of_default(group, n), group.finished("checkpointing", n)
-        if own is None or own.get("first_planned_step_seconds") is None:
+        # A run that begins with shorter steps says nothing about its start.
+        if own is None or own.get("first_planned_step_seconds") is None or own["steps"].get("prime"):
             cells.append("-")
             continue
         text = _seconds(own["first_planned_step_seconds"] - own["median_seconds"])
