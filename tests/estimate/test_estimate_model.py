@@ -366,7 +366,7 @@ def test_a_precision_changes_time_and_memory() -> None:
     [
         ("megatron", "method=megatron: programs of papers are not estimated; give method=full_recompute, which"),
         ("fpdt", "give method=memo slice_tokens=64K stream_from_host=hidden, which"),
-        ("other", "method='other': give memo, full_recompute, full_swap, plain"),
+        ("other", "method='other': give memo, full_recompute, selective_checkpointing, full_swap, plain"),
     ],
 )
 def test_other_methods_are_refused(method: str, message: str) -> None:
