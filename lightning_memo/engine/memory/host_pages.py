@@ -100,7 +100,8 @@ class HostPages:
             starts = range(self._locked, needed, PART_BYTES)
             parts = [_Part(range(start, min(start + PART_BYTES, needed))) for start in starts]
             self._stop = threading.Event()
-            arguments = self.memory, parts, self.device, self._stop
+            index = torch.cuda.current_device() if self.device.index is None else self.device.index
+            arguments = self.memory, parts, torch.device("cuda", index), self._stop
             thread = threading.Thread(target=_lock, args=arguments, name="lock", daemon=True)
             thread.start()
             self._parts += parts  # which nobody would lock if the system refused the thread
