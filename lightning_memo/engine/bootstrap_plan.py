@@ -17,6 +17,7 @@ from lightning_memo.engine.modules.layer_classes import LayerClasses, RequestedS
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.planner.streamed_bytes import StreamedBytes, streamed_bytes
 from lightning_memo.planner.token_slices import SavedBytes, TokenRange, memory_of_plan, plan_of_alpha, slot_bytes
+from lightning_memo.utils.free_memory import free_device_bytes
 
 
 class ProfiledLayers(Protocol):
@@ -118,7 +119,5 @@ def bytes_ahead(swap: SwapPlan, traits: LayerTraits, device: torch.device, most_
     """
     if device.type != "cuda" or swap.streamed:
         return 0
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     saved_bytes = swap.swapped_calls * traits.saved_bytes * swap.storage.tokens // traits.tokens
-    return int(min(max(saved_bytes - free_bytes, 0), most_host_bytes))
+    return int(min(max(saved_bytes - free_device_bytes(device), 0), most_host_bytes))

@@ -179,7 +179,7 @@ class Engine:
         )
         self._undo.extend(replace_forward(layer, run) for layer in self.layers)
         if self.settings.fused_kernels:
-            self._undo.extend(attach_fused(self.layers, self.device))
+            self._undo += attach_fused(self.layers, self.device)
         self._undo += attach_attention(self._model, current)
         self._undo += attach_rotary(self._model, self.layers, current)
         if self.settings.states_on_host:

@@ -28,29 +28,7 @@ from lightning_memo.engine.memory.host_pages import HostPages
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.planner.make_plan import usable_device_bytes
 from lightning_memo.profiler.memory_meter import WorkingSet
-from lightning_memo.utils.free_host_memory import available_host_bytes
-
-
-def free_device_bytes(device: torch.device) -> int:
-    """Return the device bytes that this process can allocate for tensors.
-
-    On a GPU this is the memory that the driver reports as free plus the memory that PyTorch has reserved and not
-    allocated. On a CPU it is the available host memory.
-
-    Args:
-        device: A CPU or a CUDA device.
-
-    Raises:
-        ValueError: The device is neither, or the host memory can't be read (see `available_host_bytes`).
-    """
-    if device.type == "cpu":
-        return available_host_bytes()
-    if device.type != "cuda":
-        raise ValueError(
-            f'free memory of device {str(device)!r} can\'t be read: set device_memory, for example "80GiB"'
-        )
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    return int(free_bytes) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+from lightning_memo.utils.free_memory import available_host_bytes, free_device_bytes
 
 
 def measure_copy_bandwidth(

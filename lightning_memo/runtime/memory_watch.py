@@ -13,7 +13,7 @@ from lightning_memo.reports.tables import step_shortage
 from lightning_memo.runtime.activation_planner import ActivationPlanner
 from lightning_memo.runtime.step_meter import MetersSteps
 from lightning_memo.runtime.training_run import TrainingRun
-from lightning_memo.utils.free_host_memory import available_host_bytes
+from lightning_memo.utils.free_memory import available_host_bytes
 from lightning_memo.utils.units import format_bytes
 
 _CHECK_BATCHES: Final = 10

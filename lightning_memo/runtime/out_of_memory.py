@@ -15,11 +15,11 @@ from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.planner import HostMemoryError
 from lightning_memo.planner.token_slices import TILE_TOKENS
-from lightning_memo.profiler.measured_costs import free_device_bytes
 from lightning_memo.runtime.activation_planner import ActivationPlanner
 from lightning_memo.runtime.memory_planner import MemoryPlanner
 from lightning_memo.runtime.step_state import StepState
 from lightning_memo.runtime.training_run import TrainingRun
+from lightning_memo.utils.free_memory import free_device_bytes
 
 T = TypeVar("T")
 

@@ -33,7 +33,7 @@ from lightning_memo.trials.training_trial import (
     random_tokens,
 )
 from lightning_memo.utils.files import replacing
-from lightning_memo.utils.free_host_memory import available_host_bytes
+from lightning_memo.utils.free_memory import available_host_bytes
 from lightning_memo.utils.units import format_bytes
 
 _USABLE_FRACTION = 0.9

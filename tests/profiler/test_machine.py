@@ -5,11 +5,13 @@ import pytest
 import torch
 
 from lightning_memo.profiler import measured_costs
-from lightning_memo.profiler.measured_costs import free_device_bytes, measure_copy_bandwidth
+from lightning_memo.profiler.measured_costs import measure_copy_bandwidth
+from lightning_memo.utils import free_memory
+from lightning_memo.utils.free_memory import free_device_bytes
 
 
 def test_the_memory_of_a_cpu_is_the_hosts(monkeypatch):
-    monkeypatch.setattr(measured_costs, "available_host_bytes", lambda: 77)
+    monkeypatch.setattr(free_memory, "available_host_bytes", lambda: 77)
     assert free_device_bytes(torch.device("cpu")) == 77
 
 

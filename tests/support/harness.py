@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -49,8 +50,15 @@ class Step(NamedTuple):
         return {name: _difference(self, reference, name) / max(norm, 1e-300) for name, norm in norms.items()}
 
 
+def times_farther(ours: Sequence[Step], plain: Sequence[Step], exact: Sequence[Step]) -> float:
+    """Distance of gradients to fp64 in units of plain training's, as the geometric mean of many batches."""
+    ratios = (a.distance(c) / b.distance(c) for a, b, c in zip(ours, plain, exact, strict=True))
+    return statistics.geometric_mean(ratios)
+
+
 def _difference(a: Step, b: Step, name: str) -> float:
-    return float((a.gradients[name].double() - b.gradients[name].double()).norm())
+    found, expected = a.gradients[name].double(), b.gradients[name].double()
+    return float((found - expected.to(found.device)).norm())
 
 
 def loss_and_gradients(model: nn.Module, batch: Batch, amp: bool = False, seed: int = 5) -> Step:

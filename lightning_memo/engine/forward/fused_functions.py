@@ -6,6 +6,7 @@ backward of a retained graph, or be held by a user's hook.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,9 +29,7 @@ class GatedActivation(torch.autograd.Function):
         ctx.tanh = tanh
         if isinstance(gate, FakeTensor):  # in proofs
             return gated_activation(gate, up, tanh)
-        from lightning_memo.kernels import triton_kernels
-
-        return triton_kernels.gated(gate, up, tanh)
+        return _kernels().gated(gate, up, tanh)
 
     @staticmethod
     @first_derivative
@@ -40,9 +39,7 @@ class GatedActivation(torch.autograd.Function):
             with torch.enable_grad():
                 given = gate.detach().requires_grad_(), up.detach().requires_grad_()
                 return *torch.autograd.grad(gated_activation(*given, ctx.tanh), given, dout), None
-        from lightning_memo.kernels import triton_kernels
-
-        return *triton_kernels.gated_gradients(dout, gate, up, ctx.tanh), None
+        return *_kernels().gated_gradients(dout, gate, up, ctx.tanh), None
 
 
 def gated_activation(gate: Tensor, up: Tensor, tanh: bool) -> Tensor:
@@ -74,9 +71,7 @@ class Rotation(torch.autograd.Function):
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, backward: bool = False) -> Tensor:
     if isinstance(x, FakeTensor):
         return rotation(x, cos, -sin if backward else sin)  # in shape only, unless both halves have the same angles
-    from lightning_memo.kernels import triton_kernels
-
-    return triton_kernels.rotated(x, cos, sin, backward)
+    return _kernels().rotated(x, cos, sin, backward)
 
 
 def rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -101,6 +96,12 @@ def can_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
     batch, _, tokens, head_dim = q.shape
     same = (k.shape[0], *k.shape[2:]) == (batch, tokens, head_dim) == (batch, *cos.shape[1:])
     return same and cos.shape[0] in (1, batch) and head_dim % 2 == 0
+
+
+def _kernels() -> ModuleType:
+    from lightning_memo.kernels import triton_kernels  # Triton imports slowly, and may be missing
+
+    return triton_kernels
 
 
 def _is_plain(t: Any) -> bool:

@@ -6,8 +6,10 @@ import copy
 import functools
 import importlib.util
 import inspect
+import itertools
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,7 +34,7 @@ from lightning_memo.utils.around_forward import without_saved_tensors_hooks
 from lightning_memo.utils.replaced_functions import replaced
 
 
-def attach_fused(layers: Sequence[nn.Module], device: torch.device) -> Iterator[Callable[[], None]]:
+def attach_fused(layers: Sequence[nn.Module], device: torch.device) -> list[Callable[[], None]]:
     """Compute modules of layers by fewer kernels, where gradients are computed.
 
     Linear modules that LoRA adapts run as they are if they have several active adapters or a variant of LoRA (DoRA), if
@@ -47,12 +49,22 @@ def attach_fused(layers: Sequence[nn.Module], device: torch.device) -> Iterator[
         layers: The layers.
         device: Their device.
 
-    Yields:
-        Functions that undo this, each after what it undoes.
+    Returns:
+        Functions that undo this. An exception undoes it.
     """
+    undo: list[Callable[[], None]] = []
+    try:
+        undo.extend(_attached(layers, device))
+    except BaseException:
+        for each in reversed(undo):
+            each()
+        raise
+    return undo
+
+
+def _attached(layers: Sequence[nn.Module], device: torch.device) -> Iterator[Callable[[], None]]:
     modules = list(dict.fromkeys(m for layer in layers for m in layer.modules() if m is not layer))
-    adapted = (module for layer in layers for _, module in adapted_modules(layer))
-    for module in adapted:
+    for _, module in itertools.chain.from_iterable(map(adapted_modules, layers)):
         if "forward" not in vars(module):
             yield replace_forward(module, _run_adapted)
     if device.type == "cuda":
@@ -87,13 +99,24 @@ def _agree(own: _Function, fused: _Function, exact: _Function, given: Sequence[T
     for dtype in (torch.float32, torch.bfloat16):
         inputs = [t.to(dtype) for t in given]
         right = _with_gradients(exact, [t.double() for t in inputs])
-        for function in (own, fused):
-            try:
-                found = _with_gradients(function, inputs)
-            except Exception:  # it computes something else, of something else, or not on this device
-                return False
-            if len(found) != len(right) or not all(_is_near(*pair, dtype) for pair in zip(found, right, strict=True)):
-                return False
+        try:
+            found = _with_gradients(own, inputs)
+        except Exception:  # it computes something else, of something else
+            return False
+        if not _are_near(found, right, dtype):
+            return False
+        try:
+            found = _with_gradients(fused, inputs)
+        except Exception as error:  # Triton compiles kernels when they first run
+            why = "".join(str(error).strip().splitlines()[-1:])
+            warnings.warn(
+                f"lightning_memo: layers run without a fused kernel, which fails ({type(error).__name__}: {why}): "
+                "Triton needs a C compiler (gcc); or set fused_kernels=False",
+                stacklevel=2,
+            )
+            return False
+        if not _are_near(found, right, dtype):
+            return False
     return True
 
 
@@ -105,9 +128,11 @@ def _with_gradients(function: _Function, given: Sequence[Tensor]) -> tuple[Tenso
         return *results, *torch.autograd.grad(results, inputs, gradients)
 
 
-def _is_near(t: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
-    near = (t - right).norm() <= _AGREEING * torch.finfo(dtype).eps * right.norm()
-    return t.dtype == dtype and t.shape == right.shape and bool(near)
+def _are_near(found: Sequence[Tensor], right: Sequence[Tensor], dtype: torch.dtype) -> bool:
+    if [(t.shape, t.dtype) for t in found] != [(t.shape, dtype) for t in right]:
+        return False
+    bound = _AGREEING * torch.finfo(dtype).eps
+    return all((a - b).norm() <= bound * b.norm() for a, b in zip(found, right, strict=True))
 
 
 def _is_of_transformers(function: Any) -> bool:

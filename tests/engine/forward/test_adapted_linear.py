@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -37,6 +36,7 @@ from support.harness import (
     gradients_of,
     in_double,
     loss_and_gradients,
+    times_farther,
 )
 from support.markers.slow import slow_if
 from support.samples.storage_kinds import BASE, TOKENS, ByKind, Rows, everything
@@ -44,6 +44,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memo.artifacts.costs import Place
+from lightning_memo.engine.forward.adapted_linear import adapted_modules
 from lightning_memo.engine.modules import fused_kernels
 
 # Distance of the gradient to fp64 in units of plain training's, as the mean of many batches: of two methods that are
@@ -160,8 +161,7 @@ def test_gradients_are_as_near_to_fp64(base: torch.dtype, adapters: torch.dtype,
     exact = [loss_and_gradients(double, batch) for batch in batches]
     with EngineUnderTest(model, fused_kernels=True) as under_test:
         ours = [under_test.step(batch) for batch in batches]
-    farther = [a.distance(c) / b.distance(c) for a, b, c in zip(ours, plain, exact, strict=True)]
-    assert statistics.geometric_mean(farther) <= FARTHER
+    assert times_farther(ours, plain, exact) <= FARTHER
 
 
 @slow_if(lambda amp: amp)
@@ -385,3 +385,19 @@ def test_a_stored_output_spares_its_products_and_the_last_one_is_never_computed(
         inner = sum(2 * 2 * TOKENS * module.in_features * RANK for module in adapted)
         other = flops(under_test, BASE | {"other": [("device", 0, TOKENS)]})
         assert flops(under_test, stored) - other == layers * inner
+
+
+def test_an_exception_leaves_no_module_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, replaced = build().base_model.model.model.layers, fused_kernels.replace_forward
+    adapted = [module for layer in layers for _, module in adapted_modules(layer)]
+    calls = iter(range(len(adapted)))
+
+    def fails_at_last(*args: Any) -> Callable[[], None]:
+        if next(calls) == len(adapted) - 1:
+            raise KeyboardInterrupt
+        return replaced(*args)
+
+    monkeypatch.setattr(fused_kernels, "replace_forward", fails_at_last)
+    with pytest.raises(KeyboardInterrupt):
+        fused_kernels.attach_fused(layers, torch.device("cpu"))
+    assert not any("forward" in vars(module) for module in adapted)

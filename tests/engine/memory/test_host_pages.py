@@ -137,11 +137,16 @@ def test_who_takes_a_buffer_waits_for_its_pages(runtime: Runtime, monkeypatch: p
     assert not runtime.locked
 
 
+def slowed(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Events that tell that a page lock has begun, and let page locks end."""
+    locking, may_lock, lock = threading.Event(), threading.Event(), runtime.cudaHostRegister
+    monkeypatch.setattr(runtime, "cudaHostRegister", lambda *call: (locking.set(), may_lock.wait(), lock(*call))[2])
+    return locking, may_lock
+
+
 def test_locking_pauses_and_goes_on_where_it_is_needed(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_pages, "PART_BYTES", 4096)
-    locking, may_lock = threading.Event(), threading.Event()
-    lock = runtime.cudaHostRegister
-    monkeypatch.setattr(runtime, "cudaHostRegister", lambda *call: (locking.set(), may_lock.wait(), lock(*call))[2])
+    locking, may_lock = slowed(runtime, monkeypatch)
     block = HostPages(CUDA)
     block.hold(3 * 4096, 8 * 4096)
     locking.wait()
@@ -219,9 +224,7 @@ def test_threads_that_the_system_refuses(runtime: Runtime, monkeypatch: pytest.M
 
 def test_a_pause_that_is_interrupted(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_pages, "PART_BYTES", 4096)
-    locking, may_lock = threading.Event(), threading.Event()
-    lock = runtime.cudaHostRegister
-    monkeypatch.setattr(runtime, "cudaHostRegister", lambda *call: (locking.set(), may_lock.wait(), lock(*call))[2])
+    locking, may_lock = slowed(runtime, monkeypatch)
     block = HostPages(CUDA)
     block.hold(3 * 4096)
     locking.wait()

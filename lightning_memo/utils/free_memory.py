@@ -1,9 +1,11 @@
-"""The host memory that this process may still use."""
+"""The memory of the host and of a device that this process may still use."""
 
 from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
 from typing import Final
+
+import torch
 
 # Files of a memory cgroup: limit, usage, and the key of memory.stat that counts page cache that was not used recently.
 _V1_FILES: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -28,6 +30,28 @@ def available_host_bytes(root: Path = Path("/")) -> int:
     except (OSError, StopIteration):
         raise ValueError('available host memory can\'t be read here: set host_memory, for example "32GiB"') from None
     return max(min([int(machine_kib) * 1024, *_cgroup_bytes(root)]), 0)
+
+
+def free_device_bytes(device: torch.device) -> int:
+    """Return the device bytes that this process can allocate for tensors.
+
+    On a GPU this is the memory that the driver reports as free plus the memory that PyTorch has reserved and not
+    allocated. On a CPU it is the available host memory.
+
+    Args:
+        device: A CPU or a CUDA device.
+
+    Raises:
+        ValueError: The device is neither, or the host memory can't be read (see `available_host_bytes`).
+    """
+    if device.type == "cpu":
+        return available_host_bytes()
+    if device.type != "cuda":
+        raise ValueError(
+            f'free memory of device {str(device)!r} can\'t be read: set device_memory, for example "80GiB"'
+        )
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return int(free_bytes) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _cgroup_bytes(root: Path) -> list[int]:

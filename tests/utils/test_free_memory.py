@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_memo.utils.free_host_memory import available_host_bytes
+from lightning_memo.utils.free_memory import available_host_bytes
 
 GIB = 2**30
 

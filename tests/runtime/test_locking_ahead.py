@@ -1,0 +1,40 @@
+"""Host memory that is locked before a plan is made, and what a user is told of the rest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_memo.artifacts.plan import PlanMemory, SwapPlan
+from lightning_memo.engine.bootstrap_plan import bytes_ahead
+from lightning_memo.engine.modules.layer_probe import LayerTraits
+from lightning_memo.planner.token_slices import plan_of_alpha
+from lightning_memo.runtime.announce_plan import announce_locking
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "most_gib", "locked_gib"), [(0, 100, 60), (24, 100, 36), (24, 30, 30), (61, 100, 0)]
+)
+def test_what_the_device_has_no_room_for_is_locked_within_the_limit(
+    free_gib: int, most_gib: int, locked_gib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_gib * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    swap = SwapPlan(storage=plan_of_alpha(64, 0.0, 32), memory=PlanMemory())  # of 32 calls, two stay on the device
+    traits = LayerTraits("", saved_bytes=GIB // 2, tokens=16)
+    assert bytes_ahead(swap, traits, torch.device("cuda"), most_gib * GIB) == locked_gib * GIB
+    assert bytes_ahead(swap, traits, torch.device("cpu"), most_gib * GIB) == 0
+
+
+def test_the_wait_is_told_if_it_is_long(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        announce_locking(100 * GIB, 60 * GIB, 12.0)
+    assert "waits until 40.0 GiB more of the host's memory are locked for copies: about 8 s, once." in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        announce_locking(100 * GIB, 99 * GIB, 20.0)
+        announce_locking(50 * GIB, 99 * GIB, 20.0)
+    assert not caplog.text
