@@ -158,10 +158,11 @@ def _same_kernel(cell: Cell, method: Method) -> AbstractContextManager[None]:
 
 
 def _planned(strategy: Any, tokens: int) -> bool:
-    """Returns whether a step of this many tokens runs by a plan. A longer one than the planned ones is profiled."""
+    """Returns whether a step of this many tokens runs by the plan, or is profiled, or runs by another one before it."""
     if not hasattr(strategy, "plan"):
         return True
-    return strategy.plan is not None and bool(strategy.plan.costs.tokens >= tokens)
+    plan = strategy.plan
+    return plan is not None and strategy.engine.swap is plan.swap and bool(plan.costs.tokens >= tokens)
 
 
 def _settled(strategy: Any) -> bool:

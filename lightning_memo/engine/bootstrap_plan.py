@@ -108,8 +108,8 @@ def _without_attention(
     )
 
 
-def bytes_ahead(swap: SwapPlan, traits: LayerTraits, device: torch.device, most_host_bytes: float) -> int:
-    """Return the host memory that a later plan may use: for what layers save and the device has no room for.
+def bytes_ahead(swap: SwapPlan, traits: LayerTraits, device: torch.device, most_host_bytes: float) -> tuple[int, int]:
+    """Return the host memory that a later plan may use: at most, and for what the device has no room for.
 
     Args:
         swap: The plan of the profiled step.
@@ -118,6 +118,7 @@ def bytes_ahead(swap: SwapPlan, traits: LayerTraits, device: torch.device, most_
         most_host_bytes: Host memory that plans may use.
     """
     if device.type != "cuda" or swap.streamed:
-        return 0
+        return 0, 0
     saved_bytes = swap.swapped_calls * traits.saved_bytes * swap.storage.tokens // traits.tokens
-    return int(min(max(saved_bytes - free_device_bytes(device), 0), most_host_bytes))
+    without_room = max(saved_bytes - free_device_bytes(device), 0)
+    return int(min(saved_bytes, most_host_bytes)), int(min(without_room, most_host_bytes))

@@ -202,12 +202,13 @@ class Engine:
         self.layer_classes.forget()
         self.attach()
 
-    def load(self, swap: SwapPlan, tokens: int) -> None:
+    def load(self, swap: SwapPlan, tokens: int, ahead_bytes: int = 0) -> None:
         """Run later forwards by a plan.
 
         Args:
             swap: The plan.
             tokens: Number of tokens of the batch that the plan was made for, all sequences together.
+            ahead_bytes: Host memory that is locked ahead, for a later plan.
 
         Raises:
             ValueError: The plan was made for other settings.
@@ -216,10 +217,12 @@ class Engine:
         if why := self.why_not(swap):
             raise ValueError(f"the plan cannot run here: {why}")
         self._forget()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what steps by another plan cached has other sizes
         if swap.plain:
             self.pages.close()
         else:
-            self.memory = allocate_slots(swap, self.pages, self.settings, self.recorder)
+            self.memory = allocate_slots(swap, self.pages, self.settings, self.recorder, ahead_bytes=ahead_bytes)
             self._reader = open_reader(self.memory, swap)
         self.attention.use(swap.attention)
         self.swap = swap
@@ -411,9 +414,12 @@ class Engine:
         self.settings.check(traits, has_global_slices(call.layout))
         if self._runs_whole(swap, traits) and not swap.storage.has_one_alpha:
             self.limits.exceed()  # slots and rounding buffers were planned for slices
+        leaves, on_host = swap.streamed or key < swap.swapped_calls, swap.gradients_on_host
+        if self.profile is not None and self.memory is not None and leaves and not swap.streamed:
+            with self.profile.waiting():  # times of layers must not contain waits
+                self.memory.wait_for_host()
         self.mark(key, "forward_begin", Subject(key))
         check_bounds(call.layout, slices)
-        leaves, on_host = swap.streamed or key < swap.swapped_calls, swap.gradients_on_host
         sizes: dict[Place, int] = {"disk": swap.slot_disk_bytes(key)}
         policy = StoragePolicy(self.memory, leaves, swap.streamed, sizes, on_host)
         run = run_of_call(self, call, x, CallPosition(key, key), slices, policy, traits)
@@ -473,9 +479,11 @@ class Engine:
             self.parked = [SavedBytes("shared", t.nbytes * traits.tokens // call.tokens) for t in parked]
         limit, input_bytes = self.settings.host_limit(), x.nbytes * traits.tokens // call.tokens
         swap = bootstrap_plan(self, traits, input_bytes, slices, streamed, limit)
-        ahead = bytes_ahead(swap, traits, self.device, limit)
+        most, ahead = bytes_ahead(swap, traits, self.device, limit)
+        self.pages.reserve(most)
         self.memory = allocate_slots(swap, self.pages, self.settings, self.recorder, limit, ahead)
-        self.pages.wait()  # times of layers must not contain waits
+        if swap.streamed:
+            self.pages.wait()  # times of layers must not contain waits
         self._reader = open_reader(self.memory, swap)
         self.swap, tokens = swap, slices[-1].stop
         short = self.settings.may_stream and call.tokens <= (self.settings.slice_tokens or 0) and not sliced

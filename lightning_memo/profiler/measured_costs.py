@@ -131,7 +131,9 @@ def measured_layer_costs(
         forward_seconds=forward,
         backward_seconds=tuple(max(b - r, 0.0) for b, r in zip(both, again, strict=True)),
         recompute_seconds=recompute,
-        outside_seconds=max(step_seconds - profile.setup_seconds - sum(forward) - sum(both), 0.0),
+        outside_seconds=max(
+            step_seconds - profile.setup_seconds - profile.waited_seconds - sum(forward) - sum(both), 0.0
+        ),
         offload_bytes_per_second=offload,
         prefetch_bytes_per_second=prefetch,
         fixed_device_bytes=fixed_device_bytes,

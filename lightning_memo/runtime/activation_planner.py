@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.plan import Plan, SwapPlan
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.engine.layers.step_profile import StepProfile
@@ -57,6 +57,10 @@ class ActivationPlanner(MetersSteps):
         ranks: The processes that have to agree on a plan.
         run: The training run.
 
+    Note: [Until host memory is locked]
+    Locking the host memory of a plan takes a second for each 4 to 10 GiB, often longer than the profiled step. The next
+    batches then run by another plan of the same profile, which recomputes more and has its memory locked in time.
+
     Attributes:
         plan: The plan in force; `None` until the first batch is over.
     """
@@ -71,6 +75,12 @@ class ActivationPlanner(MetersSteps):
         self._shrunk = self._dropped = self._warned = False
         self._is_unproven = False  # whether the plan is an earlier one, and no layer has run yet
         self._steps = 0  # optimizer steps before the current batch
+        self._batches_until_locked = 0
+
+    @property
+    def follows_plan(self) -> bool:
+        """Whether batches run by `plan`: none is being profiled, and the host memory is locked."""
+        return self.plan is not None and self._engine.swap is self.plan.swap
 
     def start(self, resumed_plan: str | None) -> None:
         """Training starts.
@@ -138,6 +148,8 @@ class ActivationPlanner(MetersSteps):
             if self.plan is None and stepped and not (self._warned or self._engine.ran_plainly):
                 self._warned = True
                 warn_of_no_plan(self._engine.layers)
+            if profile is None:
+                self._count_until_locked()
             return
         self._wait_for_device()
         self._make_plan(profile, time.perf_counter() - self._started_seconds)
@@ -180,8 +192,9 @@ class ActivationPlanner(MetersSteps):
         kernels = self._engine.attention
         swap = replace(plan.swap, attention=kernels.chosen or plan.swap.attention)
         plan = replace(plan, swap=swap, attention_trials=kernels.trials)
-        locked_bytes = self._engine.host_bytes
-        self._raising_together(lambda: self._engine.load(plan.swap, profile.batch * profile.tokens), everyone=first)
+        while_locking = self._while_locking(step, plan, first)
+        tokens, host_bytes = profile.batch * profile.tokens, plan.swap.host_bytes
+        self._raising_together(lambda: self._engine.load(while_locking, tokens, host_bytes), everyone=first)
         self.plan = plan
         if earlier is not None and earlier.swap.plain and plan.swap.calls < earlier.swap.calls:
             self._engine.limits.exceed()  # other calls of this batch had run plainly before the profile began
@@ -190,10 +203,36 @@ class ActivationPlanner(MetersSteps):
         if not (first or told) and self._run.rank == 0:
             announce_replanning(plan, self._shrunk)
         self._announce(plan)
-        if self._engine.device.type == "cuda" and locked_bytes:
-            announce_locking(plan.swap.host_bytes, locked_bytes, step_seconds)
+        if self._batches_until_locked:
+            announce_locking(plan.swap.host_bytes, while_locking.host_bytes, self._batches_until_locked)
         self._warn_of_shortage(plan, everyone=first)
         self._shrunk = self._dropped = False
+
+    def _while_locking(self, step: MeasuredStep, plan: Plan, everyone: bool) -> SwapPlan:
+        """The plan of the batches until the host memory of `plan` is locked; see Note [Until host memory is locked]."""
+        pages, self._batches_until_locked = self._engine.pages, 0
+        seconds_per_byte, missing_bytes = pages.locking_seconds_per_byte, plan.swap.host_bytes - pages.held_bytes
+        # A batch takes the memory in its forward, while locking goes on.
+        late_bytes = missing_bytes - sum(step.costs.forward_seconds) / seconds_per_byte if seconds_per_byte else 0
+        if not any(self._ranks.gather_slicing(late_bytes > 0, everyone)):
+            return plan.swap
+        host_bytes = plan.swap.host_bytes - max(math.ceil(late_bytes), 0)
+        try:
+            smaller = self._solve(replace(step, budget=replace(step.budget, host_bytes=host_bytes)), everyone)
+        except ValueError:  # alpha is given, for example: the next batch waits
+            return plan.swap
+        batches = math.ceil(max(missing_bytes, 0) * seconds_per_byte / smaller.step_seconds)
+        self._batches_until_locked = max(self._ranks.gather_slicing(batches, everyone))
+        return replace(smaller.swap, attention=plan.swap.attention) if self._batches_until_locked else plan.swap
+
+    def _count_until_locked(self) -> None:
+        """A batch that was not profiled is over: run by the plan from now on if its host memory should be locked."""
+        if not self._batches_until_locked or self._engine.slots_in_use:  # a backward through earlier batches may follow
+            return
+        self._batches_until_locked -= 1
+        if self._batches_until_locked == 0 and self.plan is not None:
+            costs = self.plan.costs
+            self._engine.load(self.plan.swap, costs.batch * costs.tokens)
 
     def _agree_on_layers(self, everyone: bool) -> None:
         """All processes cut their layers alike, and run the slices in the same order."""
@@ -307,7 +346,7 @@ class ActivationPlanner(MetersSteps):
         run whole; after plain training it is not plain.
         """
         assert self.plan is not None
-        swap = self.plan.swap
+        self._batches_until_locked, swap = 0, self.plan.swap
         if not swap.plain:
             # A single swapped layer takes as much device memory as many of them.
             fewer = swap.alpha > _LEAST_ALPHA and not self._engine.layer_classes.unsliceable

@@ -56,20 +56,19 @@ def announce_whole_layers(plan: Plan, config: MemoConfig, unsliceable: str) -> N
     rank_zero_warn(f"lightning_memo: layers run as one slice{some}, because {unsliceable}{in_vain}.")
 
 
-def announce_locking(host_bytes: int, locked_bytes: int, seconds: float) -> None:
-    """Say how long the next batch waits for host memory, if that takes more than a second.
+def announce_locking(host_bytes: int, usable_bytes: int, batches: int) -> None:
+    """Say how many batches run by another plan, because the host memory of the plan is not locked yet.
 
     Args:
         host_bytes: Host memory of the plan.
-        locked_bytes: Host memory that is locked already.
-        seconds: How long that took, at most.
+        usable_bytes: Host memory of the plan until then.
+        batches: Number of batches.
     """
-    left = host_bytes - locked_bytes
-    if (wait := left * seconds / locked_bytes) > 1.0:
-        rank_zero_info(
-            f"lightning_memo: the next batch waits until {format_bytes(left)} more of the host's memory are locked for "
-            f"copies: about {wait:.0f} s, once."
-        )
+    rank_zero_info(
+        f"lightning_memo: the next {f'{batches} batches are' if batches > 1 else 'batch is'} swapped to "
+        f"{format_bytes(usable_bytes)} of host memory only, and slower, while {format_bytes(host_bytes)} are locked "
+        "for copies in the background."
+    )
 
 
 def announce_replanning(plan: Plan, shrunk: bool) -> None:

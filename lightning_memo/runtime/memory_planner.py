@@ -294,8 +294,8 @@ class MemoryPlanner:
         self._step = self._run.step
         self.marks.end_step()
         plan = self._activations.plan
-        if plan is None or self._engine.profile is not None:
-            return  # a profiled step makes other requests than those that follow
+        if plan is None or not self._activations.follows_plan:
+            return  # profiled steps, for example, make other requests than those that follow
         if plan.swap is not self._swap:
             self._start_over(plan)
         transitions = {

@@ -40,7 +40,7 @@ class DeviceMemoryWatch(MetersSteps):
     def begin_batch(self) -> None:
         """A training batch begins."""
         plan = self._planner.plan
-        if plan is None or plan.swap is self._measured or self._engine.profile is not None:
+        if plan is None or plan.swap is self._measured or not self._planner.follows_plan:
             return
         self._measured, self._step_bytes = plan.swap, 0
         if plan.device_excess_bytes == 0:  # otherwise the user has been warned already

@@ -11,10 +11,10 @@ import json
 import mmap
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
 import emulated_device
@@ -26,8 +26,6 @@ COMPUTE = (
     "cudnn_backward", "efficient_forward", "efficient_backward",
 )  # fmt: skip
 KINDS = (*COMPUTE, "memory", "to_device", "to_host", "pageable", "pause", "wait")
-
-_MAP_NORESERVE = 0x4000  # of Linux; the module has it since Python 3.13
 
 SPAN = np.dtype(
     [
@@ -52,7 +50,6 @@ def start() -> None:
     """
     machine = json.loads(os.environ.get("EMULATED_CUDA_MACHINE", "{}"))
     set_machine(machine)
-    mmap.MAP_ANONYMOUS |= _MAP_NORESERVE  # type: ignore[misc]
     mmap.MADV_POPULATE_WRITE = mmap.MADV_NORMAL  # type: ignore[attr-defined]
     time.perf_counter = now
     time.perf_counter_ns = lambda: int(now() * 1e9)
@@ -64,29 +61,39 @@ def start() -> None:
 def _follow_threads() -> None:
     """Make a wait for a thread take until the time of that thread, whose clock is its own."""
     result, set_result, join = Future.result, Future.set_result, Thread.join
-    wait_until, wait_for_thread = (
-        getattr(emulated_device.runtime(), f"emulated_cuda_wait_{name}") for name in ("until", "for_thread")
-    )
+    runtime, lock = emulated_device.runtime(), Lock()
 
-    def waited(own: Callable[..., Any], *arguments: Any) -> Any:
-        wait_for_thread(1)
-        try:
-            return own(*arguments)
-        finally:
-            wait_for_thread(-1)
+    def end_wait(future: Future[Any]) -> None:
+        with lock:
+            if future.__dict__.pop("awaited", False):
+                runtime.emulated_cuda_end_wait()
 
     def result_in_time(future: Future[Any], timeout: float | None = None) -> Any:
-        value = waited(result, future, timeout)
-        wait_until(ctypes.c_double(future.ended))  # type: ignore[attr-defined]
+        with lock:
+            future.awaited = not future.done() and runtime.emulated_cuda_begin_wait()  # type: ignore[attr-defined]
+        try:
+            value = result(future, timeout)
+        finally:
+            end_wait(future)
+        runtime.emulated_cuda_wait_until(ctypes.c_double(future.ended))  # type: ignore[attr-defined]
         return value
 
     def set_result_in_time(future: Future[Any], value: Any) -> None:
         future.ended = now()  # type: ignore[attr-defined]
+        end_wait(future)  # here, because this thread would run ahead until the other one goes on
         set_result(future, value)
+
+    def join_in_time(thread: Thread, timeout: float | None = None) -> None:
+        counted = runtime.emulated_cuda_begin_wait()
+        try:
+            join(thread, timeout)
+        finally:
+            if counted:
+                runtime.emulated_cuda_end_wait()
 
     Future.result = result_in_time  # type: ignore[method-assign]
     Future.set_result = set_result_in_time  # type: ignore[method-assign]
-    Thread.join = lambda thread, timeout=None: waited(join, thread, timeout)  # type: ignore[method-assign]
+    Thread.join = join_in_time  # type: ignore[method-assign]
 
 
 def _show_host_memory(size_bytes: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -96,6 +97,7 @@ class StepProfile:
         self.setup_seconds = 0.0
         self.calls: dict[int, CallProfile] = {}
         self._clock = Clock(device)
+        self._waits: list[tuple[Moment, Moment]] = []
 
     @property
     def complete(self) -> bool:
@@ -107,6 +109,18 @@ class StepProfile:
         """Whether all layer calls have the same number of tokens, and run as one slice."""
         sizes = {(call.batch, call.slice_tokens) for call in self.calls.values()}
         return sizes == {(self.batch, self.tokens)}
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, the computation waits for what steps by a plan do not wait for."""
+        began = self._clock.now()
+        yield
+        self._waits.append((began, self._clock.now()))
+
+    @property
+    def waited_seconds(self) -> float:
+        """Time within the step during which the device had no work because of such waits."""
+        return sum(Clock.seconds(*span) for span in self._waits)
 
     def mark(self, index: int, name: str, again: bool = False) -> None:
         """Note the time at which a layer call begins or ends something.

@@ -18,6 +18,7 @@ import itertools
 import mmap
 import os
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,18 +31,20 @@ from torch import Tensor
 from lightning_memo.engine.copy_streams import use_device
 
 PART_BYTES = 4 * 2**30
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # of Linux; the module has it since Python 3.13
 _POPULATE_WRITE = getattr(mmap, "MADV_POPULATE_WRITE", 23)  # of Linux 5.14
 _MOST_THREADS = 16  # a few saturate the memory of a socket
 _POPULATED_BYTES = 256 * 2**20  # at once
 _DEVICES = Path("/sys/bus/pci/devices")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Part:
-    """A part of the memory, and its page lock, once it has one."""
+    """A part of the memory, and its page lock, once it has one; that took `seconds`."""
 
     span: range
     lock: Future[PageLock] = field(default_factory=Future)
+    seconds: float = 0.0
 
     @property
     def is_locked(self) -> bool:
@@ -76,10 +79,24 @@ class HostPages:
         locked = sum(len(part.span) for part in self._parts if part.is_locked)
         return locked if self.device.type == "cuda" else self._held
 
+    @property
+    def locking_seconds_per_byte(self) -> float:
+        """How long locking took so far; 0 for a CPU."""
+        locked = [part for part in self._parts if part.is_locked]
+        return sum(part.seconds for part in locked) / max(sum(len(part.span) for part in locked), 1)
+
+    def reserve(self, size_bytes: int) -> None:
+        """Reserve addresses, which take no memory, so that the memory can grow up to this size and stays locked."""
+        with contextlib.suppress(MemoryError):  # the system limits addresses, so that growing locks everything again
+            if self.memory.nbytes < size_bytes:
+                self.close()
+                self._mapping, self.memory = _map(size_bytes)
+
     def hold(self, size_bytes: int, ahead_bytes: int = 0) -> None:
         """Use the first `size_bytes` of the memory from now on; they are locked in the background.
 
-        What was locked before stays locked, as far as it is used. What the memory contained is lost if it has to grow.
+        What was locked before stays locked, as far as it is used. What the memory contained is lost if it has to grow
+        beyond what is reserved.
 
         Args:
             size_bytes: Number of bytes that are used.
@@ -159,7 +176,7 @@ def in_parts(memory: Tensor) -> Sequence[Tensor]:
 
 def _map(size_bytes: int) -> tuple[mmap.mmap, Tensor]:
     try:
-        mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     except OSError as error:
         raise MemoryError(
             f"{size_bytes} bytes of host memory are refused by the system ({error.strerror}): lower host_memory"
@@ -179,9 +196,11 @@ def _lock(memory: Tensor, parts: Sequence[_Part], device: torch.device, stop: th
         threads = min(_MOST_THREADS, len(cpus))
         with ThreadPoolExecutor(threads, "populate", os.sched_setaffinity, (0, cpus)) as pool:
             for part in itertools.takewhile(lambda _: not stop.is_set(), parts):
-                pages = memory[part.span.start : part.span.stop]
+                pages, started = memory[part.span.start : part.span.stop], time.perf_counter()
                 _populate(pages, pool)
-                part.lock.set_result(PageLock(pages))
+                lock = PageLock(pages)
+                part.seconds = time.perf_counter() - started
+                part.lock.set_result(lock)
     except BaseException as error:  # whoever waits raises it
         failure = error
     for part in parts:

@@ -378,6 +378,12 @@ class SlotMemory:
         self._enter_device(slot, call)
         return slot
 
+    def wait_for_host(self) -> None:
+        """Wait until the host memory of one more slot is locked."""
+        room = self.host.take(self.slot_bytes)
+        if room is not None:
+            room.release()
+
     def offload(self, slot: Slot) -> None:
         """Start copying the bytes of a slot, into which nothing more is put, to the places of its shares."""
         for place, share in slot.shares.items():

@@ -195,10 +195,13 @@ void emulated_cuda_leave() {
   if (--thread_clock.depth == 0) thread_clock.outside_since = processor_seconds();
 }
 
-/// The program begins to wait for another thread (1), or has waited (-1).
-void emulated_cuda_wait_for_thread(int change) {
-  if (of_program()) simulation().program_waits += change;
+/// The calling thread begins to wait for another one. Returns whether it is the program, whose wait has to be ended.
+int emulated_cuda_begin_wait() {
+  if (of_program()) ++simulation().program_waits;
+  return of_program();
 }
+/// A wait of the program ends. The thread that it waited for may say so.
+void emulated_cuda_end_wait() { --simulation().program_waits; }
 void emulated_cuda_wait_until(double time) {
   Inside inside;
   host_until(time, "thread");
