@@ -1,7 +1,7 @@
 """Compares this project's strategy with other methods for long sequences on one GPU: time, memory and lengths.
 
     python benchmarks/gpu.py --models llama3_8b --layers 8 --lengths 4K 64K 128K
-    python benchmarks/gpu.py --models llama3_2_1b --tuning full lora --methods checkpointing alst memo_auto
+    python benchmarks/gpu.py --models llama3_2_1b --tuning full lora --methods checkpointing alst memo_auto_unplanned
     python benchmarks/gpu.py --plan important --budget 560
     python benchmarks/gpu.py --plan longest --models llama3_8b --tuning lora --lengths 32K 1M --multiple-of 32K
     python benchmarks/gpu.py --plan smoke

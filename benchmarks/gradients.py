@@ -83,7 +83,7 @@ def _runs(
     """Returns the runs that are compared with plain training: their strategies, and what is put around the model."""
 
     def memo(**settings: Any) -> tuple[Callable[[], Any], Callable[..., AbstractContextManager[Any]]]:
-        settings = {"attention": options.attention, "plan_memory": False, "loss_chunk_tokens": None, **settings}
+        settings = {"attention": options.attention, "loss_chunk_tokens": None, **settings}
         return lambda: MemoStrategy(**settings), contextlib.nullcontext
 
     sliced = {"slice_tokens": max(options.tokens // 4, 1)}

@@ -40,7 +40,7 @@ _MODEL = {
     "max_position_embeddings": 2**20,
 }  # fmt: skip
 _ALPHA = 0.5
-_MEMO = {"alpha": _ALPHA, "plan_memory": False, "loss_chunk_tokens": _SLICE_TOKENS}
+_MEMO = {"alpha": _ALPHA, "loss_chunk_tokens": _SLICE_TOKENS}
 _METHODS: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "gradient checkpointing": None,

@@ -2,7 +2,7 @@
 
     python benchmarks/overhead.py
     python benchmarks/overhead.py --shapes 4x64 --lengths 128 --launches 20
-    python benchmarks/overhead.py --methods memo unplanned monitor
+    python benchmarks/overhead.py --methods memo planned monitor
     python benchmarks/overhead.py --base unchecked --methods checked --turn-steps 64 --shapes 4x256 --lengths 1024
 
 Each method trains the same model with its own `Trainer` in its own process. Once the plan is active and memory is
@@ -48,7 +48,7 @@ from lightning_memo.callbacks import Monitor
 from lightning_memo.utils.files import replacing
 
 _RESULTS = Path(__file__).parent / "results"
-_PLAIN, _METHODS = "plain", ("again", "memo", "unplanned", "monitor")
+_PLAIN, _METHODS = "plain", ("again", "memo", "planned", "monitor")
 _CUT = ("checked", "unchecked")
 _MOST_WARMUP_STEPS = 2000
 _VOCABULARY = 1024
@@ -145,7 +145,7 @@ def _train(method: str, shape: tuple[int, int], tokens: int, orders: Connection,
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
-    strategies = {_PLAIN: "auto", "again": "auto", "unplanned": MemoStrategy(plan_memory=False)}
+    strategies = {_PLAIN: "auto", "again": "auto", "planned": MemoStrategy(plan_memory=True)}
     for cut in _CUT:
         strategies[cut] = MemoStrategy(alpha=0.5, check_slices=cut == "checked")
     callbacks: list[Callback] = [TakeTurns(orders, options.turn_seconds, options.turn_steps)]

@@ -116,7 +116,7 @@ class MemoConfig:
     disk_path: str | None = None
     disk_memory: int | str | None = None
     offload_state: bool = False
-    plan_memory: bool = True
+    plan_memory: bool = False
     plan: str | None = None
 
     # slices

@@ -73,7 +73,7 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
         host_memory: str | int | None = None,
         disk_path: str | Path | None = None,
         disk_memory: str | int | None = None,
-        plan_memory: bool = True,
+        plan_memory: bool = False,
         plan: str | Path | None = None,
         # slices
         slice_tokens: int | str = "auto",

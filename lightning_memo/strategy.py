@@ -92,8 +92,8 @@ class MemoStrategy(DistributedStrategy):
         disk_memory: Disk space of a node for these activations, shared by its processes. `None` takes 90 % of the
             free space.
         offload_state: Whether parameters, gradients and optimizer state are kept on the host, where the optimizer runs.
-        plan_memory: Whether each buffer of a step gets a fixed offset in one arena, which avoids fragmentation by
-            requests that steps repeat.
+        plan_memory: Whether each buffer of a step gets a fixed offset in one arena, in which requests that steps repeat
+            do not fragment memory.
         plan: Path of a saved plan, which is used instead of profiling.
         slice_tokens: Largest number of tokens that run through a layer at once. "auto" cuts a layer's input at alpha
             only, and into more slices if a step in one process does not fit the device otherwise.
@@ -161,7 +161,7 @@ class MemoStrategy(DistributedStrategy):
         disk_path: str | Path | None = None,
         disk_memory: str | int | None = None,
         offload_state: bool = False,
-        plan_memory: bool = True,
+        plan_memory: bool = False,
         plan: str | Path | None = None,
         # slices
         slice_tokens: int | str = "auto",

@@ -72,17 +72,16 @@ METHODS: Final = {
     "checkpointing_async_offload_liger": _with_liger(
         "checkpointing + async offload", peers.attach_checkpointing_async_offload
     ),
-    # Alphas are compared with each other and with the planner's choice, all without planned memory.
     **{
-        f"memo_alpha_{alpha:g}": _memo(f"Memo, alpha {alpha:g}", alpha=alpha, plan_memory=False)
+        f"memo_alpha_{alpha:g}": _memo(f"Memo, alpha {alpha:g}", alpha=alpha)
         for alpha in (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
     },
-    "memo_auto_unplanned": _memo("Memo auto, memory unplanned", plan_memory=False),
-    "memo_auto_eager": _memo("Memo auto, fused_kernels=False", fused_kernels=False, plan_memory=False),
-    "memo_auto": _memo("Memo auto"),
-    "memo_kinds": _memo("Memo by kinds", plan_memory=False),  # of earlier results; it is "memo_auto_unplanned" now
-    "memo_slices": _memo("Memo, many slices", sliced=True, plan_memory=False),
-    "memo_slice_schedule": _memo("Memo, slice by slice", sliced=True, stream_from_host="model", plan_memory=False),
+    "memo_auto_unplanned": _memo("Memo auto"),
+    "memo_auto_eager": _memo("Memo auto, fused_kernels=False", fused_kernels=False),
+    "memo_auto": _memo("Memo auto, memory planned", plan_memory=True),
+    "memo_kinds": _memo("Memo by kinds"),  # of earlier results; it is "memo_auto_unplanned" now
+    "memo_slices": _memo("Memo, many slices", sliced=True),
+    "memo_slice_schedule": _memo("Memo, slice by slice", sliced=True, stream_from_host="model"),
 }
 
 

@@ -182,7 +182,7 @@ def train_with_memo(example: Example, settings: Mapping[str, Any], processes: in
         Exception: Whatever the fit raises.
     """
     module = _Recording(copy.deepcopy(example.model))
-    strategy = MemoStrategy(**{"plan_memory": False, **settings})
+    strategy = MemoStrategy(**settings)
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",

@@ -240,7 +240,7 @@ def _absent(trainer: pl.Trainer) -> dict[str, Path | str]:
     plain = plan is not None and plan.swap.plain
     planned = "training ended before memory was planned, or planning failed"
     return {
-        _MAP: "plan_memory is off" if memory is None else planned,
+        _MAP: "plan_memory is off, as by default" if memory is None else planned,
         _SCHEDULE: "nothing was swapped or recomputed" if plain else "no step was recorded",
     }
 

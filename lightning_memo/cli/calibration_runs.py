@@ -46,7 +46,7 @@ def profile_run(model: Mapping[str, Any], tokens: int) -> Plan:
     batch_of = RandomTokens(vocabulary=load_hf_config(ModelConfig(**model)).get_text_config().vocab_size)
     # The first step is slower. A longer batch is profiled again.
     batches: Any = [batch_of(tokens // 2), batch_of(tokens)]
-    strategy = MemoStrategy(plan_memory=False, fused_kernels=False)
+    strategy = MemoStrategy(fused_kernels=False)
     with TemporaryDirectory() as folder, _silent():
         trainer = Trainer(
             strategy=strategy, devices=1, max_steps=len(batches), default_root_dir=Path(folder), logger=False,

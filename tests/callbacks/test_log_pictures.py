@@ -35,8 +35,8 @@ def test_tensorboard_shows_the_files_of_the_run(tmp_path: Path) -> None:
     loggers = [TensorBoardLogger(tmp_path, "board", ""), CSVLogger(tmp_path, "csv", "")]
     # Another alpha than elsewhere, because the plan of memory is cached for later runs.
     fit(
-        MemoStrategy(alpha=0.625), LanguageModel("llama"), loader(STEPS), max_steps=STEPS, logger=loggers,
-        callbacks=[Watch(), ScheduleRecorder(step=None), WriteReport()],
+        MemoStrategy(alpha=0.625, plan_memory=True), LanguageModel("llama"), loader(STEPS), max_steps=STEPS,
+        logger=loggers, callbacks=[Watch(), ScheduleRecorder(step=None), WriteReport()],
     )  # fmt: skip
     found = images(tmp_path / "board")
     assert set(found) == PICTURES
@@ -50,7 +50,7 @@ def test_tensorboard_shows_the_files_of_the_run(tmp_path: Path) -> None:
 
 def test_the_schedule_is_logged_between_steps_if_its_step_is_given(tmp_path: Path) -> None:
     fit(
-        MemoStrategy(alpha=0.5, plan_memory=False), LanguageModel("llama"), loader(6), max_steps=6,
+        MemoStrategy(alpha=0.5), LanguageModel("llama"), loader(6), max_steps=6,
         logger=TensorBoardLogger(tmp_path, "board", ""), callbacks=[ScheduleRecorder(step=2), WriteReport()],
     )  # fmt: skip
     found = images(tmp_path / "board")

@@ -42,7 +42,7 @@ class Noted(Callback):
 
 
 def train(folder: Path, *callbacks: Callback, steps: int = 4, **settings: Any) -> Any:
-    strategy = MemoStrategy(alpha=0.5, plan_memory=False)
+    strategy = MemoStrategy(alpha=0.5)
     trainer = make_trainer(
         strategy, max_steps=steps, default_root_dir=str(folder), callbacks=list(callbacks), log_every_n_steps=2,
         **settings,
@@ -100,7 +100,7 @@ def test_stalls_are_the_waits_of_the_schedule(tmp_path: Path) -> None:
     noted, recorded = Noted(), ScheduleRecorder(step=2)
     delays = TestMode(seed=1, longest_delay_seconds=0.02)
     settings = {"default_root_dir": str(tmp_path), "log_every_n_steps": 1}
-    strategy = MemoStrategy(alpha=1.0, plan_memory=False, test_mode=delays)
+    strategy = MemoStrategy(alpha=1.0, test_mode=delays)
     make_trainer(strategy, callbacks=[recorded, Monitor(), noted], **settings).fit(LanguageModel("llama"), data(4))
     assert recorded.timeline is not None
     waited = sum(recorded.timeline.waited_seconds.values())
@@ -160,7 +160,7 @@ def test_the_bar_tells_steps_and_what_is_monitored(width: int, steps: int, tmp_p
     out = io.StringIO()
     bar = StepProgressBar(console_kwargs={"file": out, "width": width, "force_terminal": True, "color_system": None})
     trainer = make_trainer(
-        MemoStrategy(alpha=0.5, plan_memory=False), callbacks=[Monitor(), bar], max_steps=steps, max_epochs=2,
+        MemoStrategy(alpha=0.5), callbacks=[Monitor(), bar], max_steps=steps, max_epochs=2,
         enable_progress_bar=True, default_root_dir=str(tmp_path), log_every_n_steps=1,
     )  # fmt: skip
     trainer.fit(Logging("llama"), data(2))
@@ -180,7 +180,7 @@ def test_without_a_terminal_there_are_lines(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(monitor, "_LINE_SECONDS", 0.0)
     out = io.StringIO()
     trainer = make_trainer(
-        MemoStrategy(alpha=0.5, plan_memory=False), max_steps=3, enable_progress_bar=True, log_every_n_steps=1,
+        MemoStrategy(alpha=0.5), max_steps=3, enable_progress_bar=True, log_every_n_steps=1,
         callbacks=[Monitor(), StepProgressBar(console_kwargs={"file": out})], default_root_dir=str(tmp_path),
     )  # fmt: skip
     trainer.fit(Logging("llama"), data(3))
@@ -238,12 +238,12 @@ def test_the_page_shows_the_schedule_or_says_why_not(tmp_path: Path) -> None:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="ScheduleRecorder")
-        drawn, words = shown(tmp_path / "short", MemoStrategy(alpha=0.5, plan_memory=False), 3)
+        drawn, words = shown(tmp_path / "short", MemoStrategy(alpha=0.5), 3)
         assert drawn and re.search("Memory map: .*: plan_memory is off", words)
         drawn, words = shown(tmp_path / "one", MemoStrategy(alpha=0.5), 1)
         assert not drawn and re.search("Schedule: .*: no step was recorded", words)
         assert re.search("Memory map: .*: training ended before memory was planned", words)
-        drawn, words = shown(tmp_path / "plain", MemoStrategy(plan_memory=False), 3)
+        drawn, words = shown(tmp_path / "plain", MemoStrategy(), 3)
         assert not drawn and re.search("Schedule: .*: nothing was swapped or recomputed", words)
 
 
@@ -261,7 +261,7 @@ def test_validation_counts_where_it_was(tmp_path: Path) -> None:
             return loss
 
     trainer = make_trainer(
-        MemoStrategy(alpha=0.5, plan_memory=False), max_steps=6, default_root_dir=str(tmp_path), callbacks=[report],
+        MemoStrategy(alpha=0.5), max_steps=6, default_root_dir=str(tmp_path), callbacks=[report],
         log_every_n_steps=1, val_check_interval=3, check_val_every_n_epoch=None,
     )  # fmt: skip
     trainer.fit(Validated("llama"), data(6), data(1))

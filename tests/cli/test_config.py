@@ -61,7 +61,7 @@ def test_defaults_are_the_documented_ones():
     assert (config.alpha, config.slice_tokens) == ("auto", "auto")
     assert config.loss_chunk_tokens == "auto" and MemoConfig(loss_chunk_tokens=None).loss_chunk_tokens is None
     assert (config.attention, config.stream_from_host, config.ulysses_size) == ("auto", "auto", 1)
-    assert config.plan_memory is True
+    assert config.plan_memory is False
     assert config.check_slices is True
     assert config.device_memory_bytes is None
     assert config.host_memory_bytes is None

@@ -161,7 +161,7 @@ def test_a_resumed_run_goes_on(num_workers: int, changes: dict[str, Any], jsonl:
 
 
 def steps_of_group(path: Path, folder: Path, ckpt_path: Path | None) -> list[Any]:
-    strategy = MemoStrategy(plan_memory=False, alpha=0.5)
+    strategy = MemoStrategy(alpha=0.5)
     return run_recorded(folder, module(path, **STREAM), ckpt_path, strategy=strategy, devices=2)
 
 

@@ -116,7 +116,7 @@ def losses_of(path: Path, packing: bool, cache: Path, **strategy: Any) -> list[f
     """Losses of three steps, in this process as one of those of the environment."""
     datasets.config.HF_DATASETS_CACHE = cache
     record, processes = Record(), int(os.environ.get("WORLD_SIZE", "1"))
-    own = MemoStrategy(plan_memory=False, **strategy) if strategy else "auto"
+    own = MemoStrategy(**strategy) if strategy else "auto"
     trainer = make_trainer(own, devices=processes, max_steps=3, callbacks=[record], limit_val_batches=1)
     torch.manual_seed(0)
     rows = module(path, packing=packing, seq_len=45)

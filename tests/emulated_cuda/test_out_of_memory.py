@@ -51,7 +51,7 @@ def train(limit_bytes: int, **settings: object) -> tuple[list[float], int]:
     emulated_device.set_memory(limit_bytes)
     module = Module()
     # The device is smaller than the plan is told.
-    strategy = MemoStrategy(device_memory="8GiB", host_memory="8GiB", plan_memory=False, **settings)
+    strategy = MemoStrategy(device_memory="8GiB", host_memory="8GiB", **settings)
     trainer = make_trainer(strategy, accelerator="gpu", precision="bf16-true", max_steps=STEPS)
     trainer.fit(module, batches(make_batch("cpu") for _ in range(STEPS)))
     return module.losses, torch.cuda.max_memory_reserved()

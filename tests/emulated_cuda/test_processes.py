@@ -287,7 +287,7 @@ class Memory(Callback):
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_plans_have_room_for_the_gradients_of_weights_that_wait(blocks: int) -> None:
     run = Run(family="llama_gqa", tokens=256, batch=6, layers=8)
-    settings = {"pipeline_parallel_size": 2, "virtual_pipeline_size": blocks, "alpha": 0.5, "plan_memory": False}
+    settings = {"pipeline_parallel_size": 2, "virtual_pipeline_size": blocks, "alpha": 0.5}
     usual, later = (
         train_together(2, run, settings | {"pipeline_schedule": name}, watch=Memory).notes
         for name in ("1f1b", "zero_bubble")

@@ -38,7 +38,7 @@ def rehearsed(method: str, host: str) -> dict[str, Any]:
 
 def memo(host: str, **settings: Any) -> dict[str, Any]:
     """The last step of a run with this strategy, on a device on which plain training does not fit."""
-    return rehearsed(json.dumps({"plan_memory": False, "device_memory": 48 * GIB, **settings}), host)
+    return rehearsed(json.dumps({"device_memory": 48 * GIB, **settings}), host)
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -52,10 +52,31 @@ def test_the_default_is_as_fast_as_any_other_setting_and_as_checkpointing(host: 
     assert seconds <= 0.9 * others["checkpointing"]["seconds"]
 
 
-@pytest.mark.parametrize("host", HOSTS)
-def test_training_does_not_wait_for_host_memory_to_be_locked(host: str) -> None:
-    first, second, *_, last = memo(host)["every_step"]
-    assert first + second - last <= 1.8 * rehearsed('"checkpointing"', host)["every_step"][0]
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Results of Llama 3 8B with LoRA at 64K tokens, on a host of 128 GiB."""
+    folder = tmp_path_factory.mktemp("cells")
+    methods = ["checkpointing", "selective_liger", "memo_auto_unplanned"]
+    subprocess.run(
+        [sys.executable, "benchmarks/rehearse.py", "benchmarks/gpu.py", "--models", "llama3_8b", "--tuning", "lora",
+         "--attention", "cudnn", "--lengths", str(TOKENS), "--warmup", "1", "--repeats", "2", "--output", str(folder),
+         "--methods", *methods],
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    (found,) = folder.glob("*/*")
+    return {method: json.loads((found / f"{TOKENS:08d}-{method}.json").read_text()) for method in methods}
+
+
+def test_the_default_is_faster_than_selective_checkpointing_with_fused_kernels(cells: dict[str, Any]) -> None:
+    assert cells["selective_liger"]["median_seconds"] >= 1.12 * cells["memo_auto_unplanned"]["median_seconds"]
+
+
+def test_training_starts_nearly_as_soon_as_with_checkpointing(cells: dict[str, Any]) -> None:
+    first, second, *_ = (step[-1] for step in cells["memo_auto_unplanned"]["every_step"])
+    waited = first + second - cells["memo_auto_unplanned"]["median_seconds"]
+    assert waited <= 1.4 * cells["checkpointing"]["every_step"][0][-1]
 
 
 @pytest.mark.parametrize("settings", [{}, {"alpha": 0.0}], ids=str)

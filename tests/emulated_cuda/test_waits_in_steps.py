@@ -55,7 +55,7 @@ def waits_of(strategy: Any) -> dict[int, int]:
 )
 def test_steps_wait_no_more_than_in_plain_training(settings: dict[str, Any]) -> None:
     """transformers itself reads once in each step whether documents are packed, unless slices know that."""
-    waits, plain = waits_of(MemoStrategy(**settings, plan_memory=False)), waits_of("auto")
+    waits, plain = waits_of(MemoStrategy(**settings)), waits_of("auto")
     assert plain == dict.fromkeys((3, 5, 6, 7), 1)
     assert waits == dict.fromkeys((3, 5, 6, 7), 0 if settings.get("stream_from_host") == "model" else 1)
 

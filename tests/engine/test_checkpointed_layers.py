@@ -137,7 +137,7 @@ def test_around_the_model(reentrant: bool | None, plan: str) -> None:
     """It trains as in plain training where layers run plainly, weights that change before the backward included."""
     mine, expected, run = Trained(), Trained(), again(reentrant)
     mine.model.load_state_dict(expected.model.state_dict())
-    with MemoLoop(mine.model, torch.optim.SGD(mine.model.parameters(), lr=0.0), plan_memory=False, **PLANS[plan]):
+    with MemoLoop(mine.model, torch.optim.SGD(mine.model.parameters(), lr=0.0), **PLANS[plan]):
         for n in range(4):
             for each in (mine, expected):
                 compute = (lambda embeds, each=each: run(each.logits, embeds)) if n >= 2 else None
@@ -159,7 +159,7 @@ def test_around_the_model(reentrant: bool | None, plan: str) -> None:
 def test_around_the_head(reentrant: bool | None, plan: str) -> None:
     mine, expected, run = Trained(), Trained(), again(reentrant)
     mine.model.load_state_dict(expected.model.state_dict())
-    with MemoLoop(mine.model, torch.optim.SGD(mine.model.parameters(), lr=0.0), plan_memory=False, **PLANS[plan]):
+    with MemoLoop(mine.model, torch.optim.SGD(mine.model.parameters(), lr=0.0), **PLANS[plan]):
         for n in range(3):
             for each in (mine, expected):
                 each.step((lambda embeds, each=each: each.head(embeds, run)) if n == 2 else None)
@@ -168,7 +168,7 @@ def test_around_the_head(reentrant: bool | None, plan: str) -> None:
 
 def test_an_evaluation_inside_of_a_checkpoint_or_a_backward() -> None:
     mine = Trained()
-    with MemoLoop(mine.model, torch.optim.SGD(mine.model.parameters(), lr=0.0), plan_memory=False, alpha=0.5):
+    with MemoLoop(mine.model, torch.optim.SGD(mine.model.parameters(), lr=0.0), alpha=0.5):
         mine.step()
         found: list[Tensor] = []
 
@@ -196,7 +196,7 @@ OF_LOGITS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def test_around_the_loss(reentrant: bool, loss: str) -> None:
     mine, expected = Trained(), Trained()
     mine.model.load_state_dict(expected.model.state_dict())
-    with MemoLoop(mine.model, torch.optim.SGD(mine.model.parameters(), lr=0.0), plan_memory=False, **PLANS["half"]):
+    with MemoLoop(mine.model, torch.optim.SGD(mine.model.parameters(), lr=0.0), **PLANS["half"]):
         for each in (mine, expected):
             logits = each.model(input_ids=each.ids).logits
             checkpoint(OF_LOGITS[loss], logits, each.ids, use_reentrant=reentrant).backward()
@@ -206,7 +206,7 @@ def test_around_the_loss(reentrant: bool, loss: str) -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_an_evaluation_that_is_checkpointed(reentrant: bool) -> None:
     mine = Trained()
-    with MemoLoop(mine.model, torch.optim.SGD(mine.model.parameters(), lr=0.0), plan_memory=False, alpha=0.5):
+    with MemoLoop(mine.model, torch.optim.SGD(mine.model.parameters(), lr=0.0), alpha=0.5):
         mine.step()
         with torch.no_grad():
             embeds = mine.model.get_input_embeddings()(mine.ids)

@@ -175,7 +175,7 @@ def test_hooks_around_parts_of_a_step(plan: str, part: Callable[..., None], arou
     plain, mine = (FAMILIES["llama"].build().train().to(dtype) for _ in range(2))
     mine.load_state_dict(plain.state_dict())
     ids = make_batch(2, 24)["input_ids"]
-    with MemoLoop(mine, torch.optim.SGD(mine.parameters(), lr=0.0), plan_memory=False, **PLANS[plan]):
+    with MemoLoop(mine, torch.optim.SGD(mine.parameters(), lr=0.0), **PLANS[plan]):
         for hooks in (nullcontext, around, nullcontext):
             for model in (plain, mine):
                 model.zero_grad()

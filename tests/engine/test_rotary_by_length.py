@@ -67,7 +67,7 @@ def losses_of_fit(family: str, strategy: dict[str, Any] | None) -> list[float]:
     """Losses of training and validation in turn, on batches of other lengths; plain Lightning without settings."""
     module = Evaluated(Run(family=family, layers=LAYERS).build, lr=1e-3)
     trainer = make_trainer(
-        "auto" if strategy is None else MemoStrategy(alpha=0.5, plan_memory=False, **strategy),
+        "auto" if strategy is None else MemoStrategy(alpha=0.5, **strategy),
         devices=1 if strategy is None else dist.get_world_size(),
         max_steps=5,
         val_check_interval=1,

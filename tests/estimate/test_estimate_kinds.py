@@ -164,9 +164,7 @@ def trained(
         return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **lora)).to(dtype).train()
 
     ids = torch.randint(0, 96, (1, TOKENS))
-    strategy = MemoStrategy(
-        test_mode=BY_KIND, device_memory="64MiB", host_memory="4MiB", plan_memory=False, fused_kernels=FUSED
-    )
+    strategy = MemoStrategy(test_mode=BY_KIND, device_memory="64MiB", host_memory="4MiB", fused_kernels=FUSED)
     trainer = make_trainer(strategy, max_steps=1, default_root_dir=str(folder), precision=precision)
     trainer.fit(LanguageModel(build), batches([{"input_ids": ids, "labels": ids}]))
     shape = replace(shape_of(config.to_dict(), family), adapters=adapters_of(lora or {}), fused=FUSED)

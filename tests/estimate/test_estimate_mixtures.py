@@ -91,7 +91,7 @@ def ask(**changes: Any) -> EstimateRequest:
 def train(folder: Path, config: transformers.PreTrainedConfig, tokens: int, **settings: Any) -> Plan:
     """The plan of a step."""
     ids = torch.randint(0, 96, (1, tokens), generator=torch.Generator().manual_seed(0))
-    strategy = MemoStrategy(plan_memory=False, host_memory="1GiB", fused_kernels=FUSED, **settings)
+    strategy = MemoStrategy(host_memory="1GiB", fused_kernels=FUSED, **settings)
     trainer = make_trainer(strategy, max_steps=1, default_root_dir=str(folder), precision="32-true")
     build = LanguageModel(lambda: transformers.AutoModelForCausalLM.from_config(config).train())
     trainer.fit(build, batches([{"input_ids": ids, "labels": ids}]))

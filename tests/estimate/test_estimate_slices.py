@@ -61,7 +61,7 @@ def train(
     }  # fmt: skip
     ids = torch.randint(0, shape.vocab, (1, tokens), generator=torch.Generator().manual_seed(0))
     strategy = MemoStrategy(
-        plan_memory=False, slice_tokens=slices.tokens, stream_from_host=slices.stream_from_host, alpha=0.5,
+        slice_tokens=slices.tokens, stream_from_host=slices.stream_from_host, alpha=0.5,
         device_memory="4GiB", host_memory="1GiB", fused_kernels=FUSED,
     )  # fmt: skip
     trainer = make_trainer(strategy, max_steps=1, default_root_dir=str(folder), precision=precision)

@@ -158,7 +158,7 @@ def train(
     """The plan of a short run of the demo model with a changed configuration."""
     config = OmegaConf.to_container(OmegaConf.load(Path(config_dir()) / "model" / "llama_tiny.yaml"))["config"]
     ids = torch.randint(0, DEMO.vocab, (1, tokens), generator=torch.Generator().manual_seed(0))
-    strategy = MemoStrategy(test_mode=BY_ALPHA, plan_memory=False, fused_kernels=FUSED, **DEMO_BUDGETS)
+    strategy = MemoStrategy(test_mode=BY_ALPHA, fused_kernels=FUSED, **DEMO_BUDGETS)
     trainer = make_trainer(strategy, max_steps=1, default_root_dir=str(folder), precision=precision)
     trainer.fit(
         CausalLM({"config": config | changes, "lora": lora or {}}), batches([{"input_ids": ids, "labels": ids}])

@@ -232,13 +232,13 @@ class FailsWhenServed(TrainerCallback):
 def test_the_memory_of_a_training_after_a_failed_one_is_planned(fails_in: str) -> None:
     """By another callback; nobody closes the first one, nor leaves its step."""
     (plain := of_rows(None)).train()
-    failing = of_rows(first := MemoCallback(alpha=0.5), max_steps=1000)
+    failing = of_rows(first := MemoCallback(alpha=0.5, plan_memory=True), max_steps=1000)
     failing.add_callback(FailsWhenServed(first, failing.model, fails_in))
     with pytest.raises(KeyError):
         failing.train()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="lightning_memo: memory is not planned")
-        trainer = of_rows(second := MemoCallback(alpha=0.5))
+        trainer = of_rows(second := MemoCallback(alpha=0.5, plan_memory=True))
         trainer.add_callback(Waits(second))
         trainer.train()
     Outcome(trainer).compare(Outcome(plain))

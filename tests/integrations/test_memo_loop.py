@@ -136,7 +136,7 @@ def test_a_plain_loop(family: str, alpha: float) -> None:
         {"test_mode": BY_KIND, "device_memory": "0.8MiB"},
         {"test_mode": JOINT, "alpha": 0.5},
         {"slice_tokens": 16, "stream_from_host": "hidden"},
-        {"plan_memory": False, "loss_chunk_tokens": 16, "alpha": 0.5},
+        {"loss_chunk_tokens": 16, "alpha": 0.5},
     ],
     ids=["kinds", "joint", "slices", "plan_memory"],
 )
@@ -643,7 +643,7 @@ def test_an_interrupt_between_two_instructions_leaves_no_contexts(share: float) 
 
     def train(last: float) -> None:
         run = Run("gpt2_dropout")
-        with MemoLoop(run.model, run.optimizer, alpha=0.5, plan_memory=False):
+        with MemoLoop(run.model, run.optimizer, alpha=0.5):
             sys.setprofile(functools.partial(interrupt, last))
             try:
                 plain_loop(run)

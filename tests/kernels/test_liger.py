@@ -136,7 +136,7 @@ def test_ligers_own_loss_is_left_in_force_and_told(interpreter, caplog):
     expected = LanguageModel(lambda: build(fused_loss=True))
     losses = trained("auto", expected)
     module = LanguageModel(lambda: build(fused_loss=True))
-    strategy = MemoStrategy(alpha=0.5, loss_chunk_tokens=3, plan_memory=False)
+    strategy = MemoStrategy(alpha=0.5, loss_chunk_tokens=3)
     with caplog.at_level("INFO"):
         found = trained(strategy, module)
     assert found == pytest.approx(losses, rel=1e-6)
@@ -157,7 +157,7 @@ def _train_on_this_rank(settings: dict[str, Any], fused_loss: bool) -> tuple[str
         together = settings.get("context_parallel_size", settings.get("tensor_parallel_size", 1))
         data = Sequences(2, 8) if together > 1 else [Sequences(2, 8)[dist.get_rank()]]
         loader = torch.utils.data.DataLoader(data, batch_size=2 // (dist.get_world_size() // together))
-        strategy = MemoStrategy(alpha=0.5, plan_memory=False, **settings)
+        strategy = MemoStrategy(alpha=0.5, **settings)
         try:
             losses = fit(
                 strategy, module, loader, max_steps=1, devices=dist.get_world_size(), use_distributed_sampler=False

@@ -96,7 +96,7 @@ class Kinds(Callback):
 def test_training_with_the_strategy() -> None:
     runs = []
     for settings in ({"loss_chunk_tokens": None}, {}, {"loss_chunk_tokens": CHUNK}):
-        strategy, kinds = MemoStrategy(alpha=0.5, plan_memory=False, **settings), Kinds()
+        strategy, kinds = MemoStrategy(alpha=0.5, **settings), Kinds()
         run = fit(strategy, Accuracy("llama"), val_data=loader(4), max_steps=6, val_check_interval=3,
                   callbacks=[kinds], accumulate_grad_batches=2)  # fmt: skip
         assert forwards(run.module) == []

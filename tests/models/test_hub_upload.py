@@ -77,7 +77,7 @@ def test_the_command_uploads_the_adapter(tmp_path: Path, checkpoint: Path, calls
 
 
 def test_the_strategy_uploads_the_model_of_the_run(calls: list[Any]) -> None:
-    result = fit(MemoStrategy(alpha=0.5, plan_memory=False), LanguageModel("llama"), max_steps=2)
+    result = fit(MemoStrategy(alpha=0.5), LanguageModel("llama"), max_steps=2)
     result.trainer.strategy.push_to_hub("org/name")
     assert [name for name, _, _ in calls] == ["create_repo", "upload_folder"]
     assert calls[0][1] == {"repo_id": "org/name", "private": None, "exist_ok": True}

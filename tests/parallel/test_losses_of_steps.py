@@ -186,7 +186,7 @@ class OwnLossFunction(LanguageModel):
 def _error(module: type[LanguageModel], settings: dict[str, Any]) -> str:
     run = Run(layers=2)
     trainer = make_trainer(
-        MemoStrategy(**settings, alpha=0.5, plan_memory=False),
+        MemoStrategy(**settings, alpha=0.5),
         devices=dist.get_world_size(),
         max_steps=1,
         use_distributed_sampler=False,

@@ -52,7 +52,7 @@ def _loader() -> DataLoader[dict[str, Tensor]]:
 
 def _evaluate(settings: dict[str, Any]) -> dict[str, float]:
     module = Evaluated(RUN.build, lr=LR)
-    strategy = MemoStrategy(**({"alpha": 0.5, "plan_memory": False} | settings))
+    strategy = MemoStrategy(**({"alpha": 0.5} | settings))
     trainer: Trainer = make_trainer(
         strategy, devices=dist.get_world_size(), max_steps=2, num_sanity_val_steps=1, val_check_interval=1
     )
@@ -132,7 +132,7 @@ class TwoPasses(LanguageModel):
 def _first_losses(kind: type[LanguageModel], settings: dict[str, Any]) -> list[float]:
     """Losses of two steps, from the same weights; `settings` of no processes are plain training."""
     module = kind(RUN.build, lr=LR)
-    strategy = MemoStrategy(**({"alpha": 0.5, "plan_memory": False} | settings))
+    strategy = MemoStrategy(**({"alpha": 0.5} | settings))
     trainer = make_trainer(strategy, devices=dist.get_world_size(), max_steps=4, limit_train_batches=2, max_epochs=1,
                            use_distributed_sampler=False)  # fmt: skip
     trainer.fit(module, DataLoader(Texts(RUN), batch_size=RUN.batch))
@@ -179,7 +179,7 @@ class StopsEarly(Callback):
 
 
 def _fit(module: LanguageModel, settings: dict[str, Any], **trainer: Any) -> None:
-    strategy = MemoStrategy(**({"alpha": 0.5, "plan_memory": False} | settings))
+    strategy = MemoStrategy(**({"alpha": 0.5} | settings))
     with contextlib.suppress(KeyError):
         make_trainer(strategy, devices=dist.get_world_size(), **({"max_epochs": 1} | trainer)).fit(module, _loader())
 

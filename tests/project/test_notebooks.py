@@ -140,7 +140,7 @@ class Wait(Callback):  # until memory is planned, which takes longer on a busy m
 FIT = """
 seed_everything(0, verbose=False)
 PAUSE = {pause}
-strategy = MemoStrategy(alpha=0.5)
+strategy = MemoStrategy(alpha=0.5, plan_memory=True)
 trainer = Trainer(accelerator="cpu", strategy=strategy, max_steps=12, logger=False,
     enable_checkpointing=False, enable_progress_bar=False, limit_val_batches=0, callbacks=[Wait()])
 trainer.fit(Slow({{"config": CONFIG}}), TextDataModule(seq_len=384, path="{text}", max_bytes=100000))

@@ -49,14 +49,14 @@ class Growing(LanguageModel):
 
 def train(**settings: Any) -> tuple[Any, Growing, Watch]:
     module, watch = Growing(), Watch()
-    callbacks = [watch] if settings.get("plan_memory", True) else []
+    callbacks = [watch] if settings.get("plan_memory") else []
     memo = MemoStrategy(alpha=0.5, **settings)
     return fit(memo, module, growing(), max_steps=SMALL + 14, callbacks=callbacks), module, watch
 
 
 def test_the_arena_is_freed_and_planned_anew() -> None:
     """Also though the gradients of the step before are in it when the larger batch begins."""
-    result, module, watch = train()
+    result, module, watch = train(plan_memory=True)
     assert module.arena_bytes == 0
     assert len(watch.stats) > SMALL and watch.stats[-1].misses == 0 < watch.stats[-1].hits
-    assert result.losses == train(plan_memory=False)[0].losses
+    assert result.losses == train()[0].losses

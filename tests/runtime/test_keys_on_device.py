@@ -13,7 +13,7 @@ from lightning_memo import MemoStrategy
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
-SLICED: dict[str, Any] = {"slice_tokens": 4, "plan_memory": False}
+SLICED: dict[str, Any] = {"slice_tokens": 4}
 
 
 def streamed(result: Any) -> tuple[int, str]:
@@ -57,7 +57,7 @@ def test_keys_go_to_the_host_if_a_step_does_not_fit(where: str) -> None:
 
 def test_rows_that_are_no_longer_than_a_slice_are_not_run_again() -> None:
     """Nothing would move to the host."""
-    strategy = MemoStrategy(alpha=0.0, slice_tokens=64, plan_memory=False)
+    strategy = MemoStrategy(alpha=0.0, slice_tokens=64)
     with pytest.raises(torch.OutOfMemoryError, match="the step does not fit the device, even with every layer"):
         fit(strategy, Scarce({0: ["forward"]}), max_steps=2)
 

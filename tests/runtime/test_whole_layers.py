@@ -127,7 +127,7 @@ def test_a_later_layer_that_cannot_be_cut_leaves_slices_to_no_layer(alpha: float
     given = [make_batch(2, tokens, seed=n) for n, tokens in enumerate(lengths)]
     module, expected = Recording(late), Recording(late)
     with pytest.warns(UserWarning, match=NO_MEMORY_SAVED):
-        result = fit(MemoStrategy(alpha=alpha, slice_tokens=16, plan_memory=False), module, batches(given))
+        result = fit(MemoStrategy(alpha=alpha, slice_tokens=16), module, batches(given))
     swap, longer = result.plan.swap, len(set(lengths)) > 1
     assert (swap.stream_from_host, swap.plain) == ("none", longer and alpha == "auto")
     fit("auto", expected, batches(given))

@@ -73,7 +73,7 @@ def test_the_working_set_is_what_was_planned(monkeypatch, settings):
     shorten_measurements(monkeypatch)
     settings = dict(settings)
     ids = torch.randint(0, VOCABULARY, (1, settings.pop("tokens", TOKENS)))
-    peak, module, strategy = PeakOfLaterSteps(), LanguageModel(build), MemoStrategy(plan_memory=False, **settings)
+    peak, module, strategy = PeakOfLaterSteps(), LanguageModel(build), MemoStrategy(**settings)
     fit(strategy, module, batches([{"input_ids": ids, "labels": ids}] * 3), max_steps=3, callbacks=[peak])
     gradients = sum(p.nbytes for p in module.parameters())
     measured = peak.peak_bytes - gradients + strategy.plan.swap.memory.buffer_bytes
@@ -111,7 +111,7 @@ def test_what_stays_is_no_part_of_the_working_set():
 
 def test_a_profiler_of_the_user_leaves_an_estimate(monkeypatch):
     shorten_measurements(monkeypatch)
-    strategy = MemoStrategy(plan_memory=False, alpha=0.5)
+    strategy = MemoStrategy(alpha=0.5)
     with torch.autograd.profiler.profile(), listening() as heard:
         fit(strategy, LanguageModel(build), max_steps=1)
     assert strategy.plan.costs.backward_device_bytes > 0
@@ -133,7 +133,7 @@ def test_only_the_first_step_is_metered():
             if trainer.global_step == 1:
                 assert AllocationRecorder().stop() == []
 
-    result = fit(MemoStrategy(plan_memory=False), LanguageModel(frozen), max_steps=2, callbacks=[Metering()])
+    result = fit(MemoStrategy(), LanguageModel(frozen), max_steps=2, callbacks=[Metering()])
     assert result.plan is None
 
 
@@ -143,5 +143,5 @@ def test_an_interrupted_step_leaves_no_recorder_running():
             raise KeyError("broken")
 
     with pytest.raises(KeyError, match="broken"):
-        fit(MemoStrategy(plan_memory=False), Broken(build))
+        fit(MemoStrategy(), Broken(build))
     assert AllocationRecorder().stop() == []

@@ -60,7 +60,7 @@ def train(steps: int = 3, **settings: Any) -> tuple[Plan, int, list[str]]:
     peak = Peak()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        strategy = MemoStrategy(**({"plan_memory": False} | settings))
+        strategy = MemoStrategy(**settings)
         fit(strategy, LanguageModel("llama"), loader(2 * steps, TOKENS), max_steps=steps, callbacks=[peak])
     told = [str(each.message) for each in caught if "more than the budget of" in str(each.message)]
     return strategy.plan, peak.bytes, told
@@ -114,7 +114,7 @@ def test_the_first_step_keeps_within_the_host_budget() -> None:
     seen = []
     for host_memory in ("1GiB", 2**15, 1):
         first, module = FirstStep(), LanguageModel("llama")
-        strategy = MemoStrategy(plan_memory=False, host_memory=host_memory, **budgets)
+        strategy = MemoStrategy(host_memory=host_memory, **budgets)
         fit(strategy, module, loader(6, TOKENS), max_steps=3, callbacks=[first])
         seen.append((first, strategy.plan.costs, module.state_dict()))
     (enough, costs, expected), *limited = seen
@@ -146,7 +146,7 @@ def test_an_arena_that_is_larger_than_what_lives_in_it_is_told_of() -> None:
             while trainer.strategy.memory.busy:
                 time.sleep(0.01)
 
-    strategy = MemoStrategy(alpha=0.0)
+    strategy = MemoStrategy(alpha=0.0, plan_memory=True)
     fit(strategy, LanguageModel("llama"), loader(32, TOKENS), max_steps=12, callbacks=[Wait()])
     plan = strategy.plan
     assert plan is not None and plan.placement is not None
@@ -156,7 +156,7 @@ def test_an_arena_that_is_larger_than_what_lives_in_it_is_told_of() -> None:
         budget = plan.device_bytes + 2**18
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            again = MemoStrategy(plan="given.json", device_memory=budget)
+            again = MemoStrategy(plan="given.json", device_memory=budget, plan_memory=True)
             fit(again, LanguageModel("llama"), loader(32, TOKENS), max_steps=12, callbacks=[Wait()])
         assert again.memory is not None and again.memory.stats is not None
         assert any("a step takes" in str(each.message) for each in caught) == missing

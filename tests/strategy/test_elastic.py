@@ -52,7 +52,7 @@ def main(folder: Path, kill: bool) -> None:
     found = sorted((folder / "saved").glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
     saver = ModelCheckpoint(folder / "saved", "{step}", every_n_train_steps=2, save_top_k=-1)
     trainer = make_trainer(
-        MemoStrategy(context_parallel_size=2, zero_stage=2, alpha=0.5, plan_memory=False), devices=2, max_steps=STEPS,
+        MemoStrategy(context_parallel_size=2, zero_stage=2, alpha=0.5), devices=2, max_steps=STEPS,
         callbacks=[saver, Watch(folder / "losses", kill)], enable_checkpointing=True, default_root_dir=folder,
         use_distributed_sampler=False,  # both processes share the tokens of each batch
     )  # fmt: skip

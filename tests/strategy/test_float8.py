@@ -63,7 +63,7 @@ def expected(request: Any) -> tuple[str, Any, dict[str, Tensor]]:
 def test_whole_layers_train_bit_by_bit_as_plainly(expected: Any, settings: dict[str, Any]) -> None:
     """At alpha 0 and 1, and at all others where a layer must not be cut."""
     recipe, losses, gradients = expected[0], expected[1].losses, expected[2]
-    strategy = MemoStrategy(**{"plan_memory": False} | settings)
+    strategy = MemoStrategy(**settings)
     result, found = trained(strategy, recipe, steps=2)
     assert not result.plan.swap.plain
     if result.plan.swap.alpha in (0.0, 1.0) or len(result.plan.swap.storage.calls) == 2:
@@ -85,7 +85,7 @@ def test_whole_layers_train_bit_by_bit_as_plainly(expected: Any, settings: dict[
 @pytest.mark.parametrize("recipe", RECIPES[1:])
 def test_layers_with_a_scale_for_each_token_may_be_cut(recipe: str, settings: dict[str, Any]) -> None:
     """As plainly; fp8 turns a difference in the last bit of fp32 into one of its own, here and there."""
-    result, found = trained(MemoStrategy(plan_memory=False, **settings), recipe)
+    result, found = trained(MemoStrategy(**settings), recipe)
     reference, gradients = trained(None, recipe)
     assert not result.plan.swap.plain
     assert result.losses == pytest.approx(reference.losses, rel=1e-5)

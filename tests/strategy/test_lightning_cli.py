@@ -19,7 +19,7 @@ from lightning_memo.models import CausalLM
 
 STRATEGY = {
     "class_path": "lightning_memo.MemoStrategy",
-    "init_args": {"alpha": 0.5, "host_memory": "1GiB", "plan_memory": False, "slice_tokens": 16},
+    "init_args": {"alpha": 0.5, "host_memory": "1GiB", "slice_tokens": 16},
 }
 
 

@@ -123,7 +123,7 @@ def train(folder: Path, steps: int, *callbacks: Callback, plan: Path | None = No
     """With a plan that spills, planned memory, a monitor, a report, checkpoints, validation and lengths that vary."""
     (folder / "disk").mkdir(exist_ok=True)
     saver = ModelCheckpoint(folder / "saved", every_n_train_steps=PERIOD)
-    strategy = MemoStrategy(alpha=0.5, host_memory="700KiB", disk_path=folder / "disk", plan=plan)
+    strategy = MemoStrategy(alpha=0.5, plan_memory=True, host_memory="700KiB", disk_path=folder / "disk", plan=plan)
     fit(
         strategy,
         LanguageModel(model),

@@ -520,7 +520,9 @@ def test_intervals_of_logging(trainer_of: Any, tmp_path: Path, every: int) -> No
 
 def test_memory_is_logged_for_the_steps_of_other_metrics(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, name="", version="")
-    trainer = make_trainer(MemoStrategy(alpha=1.0), max_steps=-1, max_time={"seconds": 60}, logger=logger)
+    trainer = make_trainer(
+        MemoStrategy(alpha=1.0, plan_memory=True), max_steps=-1, max_time={"seconds": 60}, logger=logger
+    )
     trainer.log_every_n_steps, module = 2, UntilServed()
     trainer.fit(module)
     found = rows(tmp_path)

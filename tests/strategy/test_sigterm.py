@@ -252,7 +252,7 @@ def run_as_rank(
     saver = ModelCheckpoint(folder / "saved", "{step}", every_n_train_steps=3, save_top_k=2, monitor="step", mode="max")
     stopped = ModelCheckpoint(folder / "saved", "stopped", every_n_train_steps=10**6, save_on_exception=True)
     trainer = make_trainer(
-        MemoStrategy(plan_memory=False, **settings), devices=size, max_steps=-1, callbacks=[saver, stopped],
+        MemoStrategy(**settings), devices=size, max_steps=-1, callbacks=[saver, stopped],
         enable_checkpointing=True, default_root_dir=folder, val_check_interval=5, limit_val_batches=5,
         max_epochs=-1, num_sanity_val_steps=0, use_distributed_sampler=False,
     )  # fmt: skip

@@ -294,7 +294,7 @@ class Stack(nn.Module):
 def gradients(model: Stack, steps: int, armed_in: str = "", **settings: Any) -> list[Tensor]:
     """Train; let another thread draw in the forward or the backward of the last step. Return its gradients."""
     optimizer, x = torch.optim.SGD(model.parameters(), 0.1), torch.linspace(-1, 1, 256, device=DEVICE).view(2, 8, 16)
-    memo = MemoLoop(model, optimizer, plan_memory=False, **settings) if settings else contextlib.nullcontext()
+    memo = MemoLoop(model, optimizer, **settings) if settings else contextlib.nullcontext()
     torch.manual_seed(1)
     ELSEWHERE.drawn.clear()
     with memo:

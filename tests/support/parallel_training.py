@@ -299,7 +299,7 @@ def train(
         skip: Number of optimizer steps before that checkpoint.
     """
     keep, watchers = Keep(), [] if watch is None else [watch()]
-    strategy = MemoStrategy(**({"plan_memory": False} | settings))
+    strategy = MemoStrategy(**settings)
     module = LanguageModel(run.build, lr=LR)
     trainer = make_trainer(
         strategy,

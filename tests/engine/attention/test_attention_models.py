@@ -50,7 +50,7 @@ ALIKE = ("bart_eager", "t5_eager", "whisper", "bart_decoder", "falcon_alibi", "F
 @pytest.mark.parametrize(("name", "settings"), _cases())
 def test_gradients_are_those_of_plain_training(name: str, settings: dict[str, Any]) -> None:
     build, batch = TRAINED[name][0], models.BATCHES.get(name, models.text)
-    module = train(build, [batch(), batch()], plan_memory=False, **settings)
+    module = train(build, [batch(), batch()], **settings)
     worst = errors(module, plain_training(build, batch))
     assert max(worst.values()) <= BOUND, worst
 
@@ -68,7 +68,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_what_cannot_be_cut_is_refused_in_one_line(name: str, settings: dict[str, Any], words: str) -> None:
     batch = models.BATCHES.get(name, models.text)
     with pytest.raises(ValueError, match=r"may not compute each token by itself|cannot run on some") as caught:
-        train(TRAINED[name][0], [batch()], plan_memory=False, **settings)
+        train(TRAINED[name][0], [batch()], **settings)
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -84,5 +84,5 @@ def test_models_that_count_tokens_themselves_are_refused_slice_by_slice(
     build: Callable[[], nn.Module], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words) as caught:
-        train(build, [models.text()], plan_memory=False, stream_from_host="model", slice_tokens=16)
+        train(build, [models.text()], stream_from_host="model", slice_tokens=16)
     assert 'use stream_from_host="hidden"' in str(caught.value)

@@ -68,9 +68,9 @@ def test_registered_functions_compute_what_they_compute_in_plain_training(name: 
     build = REGISTERED[name]
     if name == "off_by_one" and "slice_tokens" in settings:
         with pytest.raises(ValueError, match=r'may not compute each token by itself.*set stream_from_host="none"'):
-            train(build, [text()], plan_memory=False, **settings)
+            train(build, [text()], **settings)
         return
-    module = train(build, [text(), text()], plan_memory=False, **settings)
+    module = train(build, [text(), text()], **settings)
     worst = errors(module, plain_training(build, text))
     assert max(worst.values()) <= BOUND, worst
 
@@ -230,7 +230,7 @@ class Scaling(Recording):
 
 def test_recomputed_queries_and_keys_are_compared() -> None:
     with pytest.raises(RuntimeError, match="LlamaDecoderLayer was recomputed with other values than in its forward"):
-        fit(MemoStrategy(plan_memory=False, alpha=0.0), Scaling(llama), batches([make_batch(2, 48)] * 3), max_steps=3)
+        fit(MemoStrategy(alpha=0.0), Scaling(llama), batches([make_batch(2, 48)] * 3), max_steps=3)
 
 
 class Replacing(Recording):
@@ -243,7 +243,7 @@ class Replacing(Recording):
 
 
 def test_a_weight_of_the_last_norm_that_is_replaced() -> None:
-    settings = {"plan_memory": False, "alpha": 0.5, "loss_chunk_tokens": 16}
+    settings = {"alpha": 0.5, "loss_chunk_tokens": 16}
     with pytest.raises(RuntimeError, match=r"a weight of LlamaRMSNorm, .* was changed between"):
         fit(MemoStrategy(**settings), Replacing(llama), batches([make_batch(2, 48)]), max_steps=1)
 

@@ -49,7 +49,7 @@ def test_compiled_functions_run_as_they_were_written(settings: dict[str, Any]) -
         return LanguageModel(lambda: PlainModel([CompiledParts() for _ in range(3)]))
 
     with pytest.warns(UserWarning, match="compiled_attention and 1 more run uncompiled"):
-        result = fit(MemoStrategy(plan_memory=False, **settings), module())
+        result = fit(MemoStrategy(**settings), module())
     assert result.losses == pytest.approx(plain(module()).losses, abs=3e-6)
 
 
@@ -84,7 +84,7 @@ class CompiledStep(LanguageModel):
 @pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 def test_a_compiled_step_runs_layers_as_they_were_written(alpha: float) -> None:
-    result = fit(MemoStrategy(alpha=alpha, plan_memory=False), CompiledStep())
+    result = fit(MemoStrategy(alpha=alpha), CompiledStep())
     assert result.losses == pytest.approx(plain(LanguageModel()).losses, abs=3e-6)
 
 
@@ -104,8 +104,8 @@ class CompiledLoss(LanguageModel):
 @pytest.mark.slow
 def test_a_compiled_loss_gets_computed_logits_only() -> None:
     with pytest.raises(Exception, match=r"compiled with torch.compile gets logits .*: set loss_chunk_tokens=None"):
-        fit(MemoStrategy(alpha=0.0, plan_memory=False, loss_chunk_tokens=16), CompiledLoss())
-    result = fit(MemoStrategy(alpha=0.0, plan_memory=False, loss_chunk_tokens=None), CompiledLoss())
+        fit(MemoStrategy(alpha=0.0, loss_chunk_tokens=16), CompiledLoss())
+    result = fit(MemoStrategy(alpha=0.0, loss_chunk_tokens=None), CompiledLoss())
     assert result.losses == pytest.approx(plain(CompiledLoss()).losses, abs=3e-6)
 
 
@@ -117,7 +117,7 @@ def test_compiled_modules_that_get_states_on_the_host_rest() -> None:
         return made
 
     with pytest.warns(UserWarning, match="head run uncompiled"):
-        result = fit(MemoStrategy(alpha=0.5, plan_memory=False, slice_tokens=8, stream_from_host="hidden"), module())
+        result = fit(MemoStrategy(alpha=0.5, slice_tokens=8, stream_from_host="hidden"), module())
     assert result.losses == pytest.approx(plain(module()).losses, abs=3e-6)
 
 

@@ -67,7 +67,7 @@ def test_layers_compute_as_in_plain_training(call: str, settings: dict[str, Any]
         torch.manual_seed(0)
         return LanguageModel(lambda: CallingModel(*CALLS[call]))
 
-    result = fit(MemoStrategy(plan_memory=False, **settings), module())
+    result = fit(MemoStrategy(**settings), module())
     assert result.losses == pytest.approx(plain(module()).losses, rel=1e-6)
 
 
@@ -77,4 +77,4 @@ def test_keywords_that_come_before_the_hidden_states_are_refused() -> None:
             return scale * super().forward(x)
 
     with pytest.raises(ValueError, match="Other got float as its first argument: layers get their hidden states there"):
-        fit(MemoStrategy(plan_memory=False), LanguageModel(lambda: CallingModel(Other, lambda b, x: b(scale=1.0, x=x))))
+        fit(MemoStrategy(), LanguageModel(lambda: CallingModel(Other, lambda b, x: b(scale=1.0, x=x))))

@@ -103,7 +103,7 @@ class _Own(PlainModel):
 def _train_in_fp8(build: Callable[[], nn.Module], settings: dict[str, Any], labels: str = "labels") -> str:
     """Train in FP8, and return the line with which that is refused."""
     with stand_in():
-        trainer = make_trainer(MemoStrategy(plan_memory=False, **settings), devices=2, max_steps=2)
+        trainer = make_trainer(MemoStrategy(**settings), devices=2, max_steps=2)
         module, batch = InFp8(recipe_of("current"), build), make_batch(2, 48)
         try:
             trainer.fit(module, batches([{"input_ids": batch["input_ids"], labels: batch["labels"]}] * 2))

@@ -37,7 +37,7 @@ def _train(alpha: float | None) -> Noted:
 
 def _by_strategy(alpha: float) -> Noted:
     module, scales = InFp8(recipe_of("delayed")), Scales()
-    strategy = MemoStrategy(alpha=alpha, plan_memory=False)
+    strategy = MemoStrategy(alpha=alpha)
     trainer = make_trainer(
         strategy, devices=dist.get_world_size(), callbacks=[scales], max_steps=STEPS, use_distributed_sampler=False
     )
@@ -78,7 +78,7 @@ def _alone() -> list[list[Tensor]]:
     """Train without the other process's rows: histories are others then, so that the comparison means something."""
     with stand_in():
         module, scales = InFp8(recipes().DelayedScaling(amax_history_len=4, reduce_amax=False), blocks_of), Scales()
-        strategy = MemoStrategy(alpha=0.0, plan_memory=False)
+        strategy = MemoStrategy(alpha=0.0)
         trainer = make_trainer(
             strategy, devices=dist.get_world_size(), callbacks=[scales], max_steps=1, use_distributed_sampler=False
         )
@@ -95,7 +95,7 @@ def _run(stage: int, max_steps: int, ckpt_path: str | None, save_to: str | None)
     """Train on one batch, as Lightning starts a loader from its beginning. Returns losses, and weights and scales."""
     with stand_in():
         module = InFp8(recipe_of("delayed"))
-        strategy = MemoStrategy(alpha=0.0, zero_stage=stage, plan_memory=False)
+        strategy = MemoStrategy(alpha=0.0, zero_stage=stage)
         trainer = make_trainer(
             strategy, devices=dist.get_world_size(), max_steps=max_steps, use_distributed_sampler=False
         )

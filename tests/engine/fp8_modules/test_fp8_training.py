@@ -32,7 +32,7 @@ from lightning_memo import MemoStrategy
 
 pytestmark = [pytest.mark.usefixtures("own_folder")]
 
-SETTINGS = {"plan_memory": False}
+SETTINGS = {}
 
 
 def strategy(alpha: float, **settings: Any) -> MemoStrategy:
@@ -233,7 +233,7 @@ def _with_head() -> nn.Module:
 def test_a_head_in_fp8_computes_all_logits_at_once(te: Any) -> None:
     """In chunks, it would run after the autocast has ended."""
     _, expected = trained(None, InFp8(recipe_of("delayed"), _with_head), max_steps=3)
-    plainly = MemoStrategy(alpha=1.0, plan_memory=False, loss_chunk_tokens=16)
+    plainly = MemoStrategy(alpha=1.0, loss_chunk_tokens=16)
     with pytest.warns(
         UserWarning, match="all tokens are computed at once, because Linear computes in TransformerEngine's FP8"
     ):

@@ -106,7 +106,7 @@ def size_of(count: int) -> int:
 def by_strategy(run: Run, alpha: Any) -> list[Tensor]:
     """Train by the strategy. Returns losses, gradients, weights, scales and histories."""
     module, scales, gradients = run.module(), Scales(), Gradients()
-    strategy = MemoStrategy(**{"alpha": alpha, "zero_stage": run.stage, "plan_memory": False, **run.settings})
+    strategy = MemoStrategy(**{"alpha": alpha, "zero_stage": run.stage, **run.settings})
     trainer = make_trainer(
         strategy,
         devices=dist.get_world_size(),
@@ -129,7 +129,7 @@ def by_loop(run: Run, alpha: Any = None) -> list[Tensor]:
     optimizer, losses, gradients, scales = module.configure_optimizers(), list[float](), list[Tensor](), []
     memo: Any = contextlib.nullcontext()
     if alpha is not None:
-        memo = MemoLoop(module.model, optimizer, alpha=alpha, plan_memory=False)
+        memo = MemoLoop(module.model, optimizer, alpha=alpha)
     with memo:
         _steps(module, optimizer, run, losses, gradients, scales)
         assert alpha is None or not memo.plan.swap.plain

@@ -38,7 +38,7 @@ CASES = [
 @pytest.mark.parametrize(("kind", "settings"), CASES, ids=str)
 def test_losses_are_those_of_plain_training(kind: type[Tensor], settings: dict[str, object]) -> None:
     budget = {"device_memory": "1100KiB"} if "test_mode" in settings else {}
-    strategy = MemoStrategy(plan_memory=False, **settings, **budget)
+    strategy = MemoStrategy(**settings, **budget)
     result, expected = fit(strategy, module(kind), max_steps=3), plain(module(kind), max_steps=3)
     exact = settings.get("alpha") in (0.0, 1.0)
     assert not result.plan.swap.plain

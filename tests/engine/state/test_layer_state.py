@@ -104,7 +104,7 @@ def test_buffers_are_those_of_plain_training(kind: type[nn.Module], alpha: float
     With two micro-batches a step, with validation in between.
     """
     settings = {"max_steps": 2, "accumulate_grad_batches": 2, "val_check_interval": 2, "limit_val_batches": 1}
-    strategy = MemoStrategy(alpha=alpha, plan_memory=False)
+    strategy = MemoStrategy(alpha=alpha)
     told = pytest.warns(UserWarning, match="layers run as one slice.*, because") if alpha == 0.5 else nullcontext()
     with told:
         result = fit(strategy, module(kind), loader(), loader(), **settings)

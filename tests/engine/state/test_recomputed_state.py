@@ -383,7 +383,7 @@ def test_a_weight_that_the_backward_needs_is_changed_in_place() -> None:
     run = Between(blocks(Written), lambda model, between: run.trainer.global_step and write_weight(model, between))
     data = batches([make_batch(2, 48)] * 2)
     with pytest.raises(RuntimeError, match=r"argument or an activation of Written, of shape .* was changed in place"):
-        fit(MemoStrategy(plan_memory=False, alpha=1.0), run, data, max_steps=2)
+        fit(MemoStrategy(alpha=1.0), run, data, max_steps=2)
 
 
 class DefaultDtypes(PlainBlock):
@@ -399,7 +399,7 @@ class DefaultDtypes(PlainBlock):
 def test_tensors_of_the_default_dtype(alpha: float) -> None:
     """The backward runs after Lightning has set it back."""
     runs = []
-    for strategy in ("auto", MemoStrategy(plan_memory=False, alpha=alpha)):
+    for strategy in ("auto", MemoStrategy(alpha=alpha)):
         run, data = Recording(blocks(DefaultDtypes)), [make_batch(2, 48, seed=n) for n in range(STEPS)]
         fit(strategy, run, batches(data), max_steps=STEPS, precision="bf16-true")
         runs.append(run)

@@ -90,7 +90,7 @@ def test_gradients_are_those_of_plain_training(kind: type[nn.Module], settings: 
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trained = train(build, [batch(), batch()], plan_memory=False, check_slices=False, **settings)
+        trained = train(build, [batch(), batch()], check_slices=False, **settings)
     found = errors(trained, plain_training(build, batch))
     assert max(found.values()) < BOUND, found
     said = any("computes otherwise" in str(each.message) for each in caught)

@@ -256,19 +256,19 @@ def test_a_run_that_needs_slices_ends() -> None:
     with pytest.raises(
         ValueError, match=r"Opening does not compute in slices .* \(keys\), and these settings need"
     ) as e:
-        fit(MemoStrategy(plan_memory=False, **settings), Opened(opening_model), max_steps=6)
+        fit(MemoStrategy(**settings), Opened(opening_model), max_steps=6)
     assert "\n" not in str(e.value)
 
 
 @pytest.mark.slow
 def test_a_plan_by_kind_is_replaced_by_one_of_whole_layers() -> None:
     with pytest.warns(UserWarning, match=r"Opening does not .* \(keys\)\. From now on, layers run as one slice"):
-        result = fit(MemoStrategy(plan_memory=False, device_memory="1100KiB"), Opened(opening_model), max_steps=8)
+        result = fit(MemoStrategy(device_memory="1100KiB"), Opened(opening_model), max_steps=8)
     assert not result.plan.swap.plain and result.plan.swap.storage.has_one_alpha
     expected = plain(Opened(opening_model), max_steps=8).losses
     assert result.losses[:2] == pytest.approx(expected[:2], rel=1e-6)  # the layers open before the comparison in step 4
     with pytest.warns(UserWarning, match="layers run as one slice"):
-        early = fit(MemoStrategy(plan_memory=False, device_memory="1100KiB"), OpenedEarly(opening_model), max_steps=8)
+        early = fit(MemoStrategy(device_memory="1100KiB"), OpenedEarly(opening_model), max_steps=8)
     assert early.losses == pytest.approx(plain(OpenedEarly(opening_model), max_steps=8).losses, rel=1e-5)
 
 
@@ -303,7 +303,7 @@ class OpenedLlama(LanguageModel):
 @pytest.mark.slow
 def test_slices_of_the_model_are_compared() -> None:
     with pytest.raises(ValueError, match=r"LlamaDecoderLayer does not compute in slices .* \(hidden states\)"):
-        fit(MemoStrategy(plan_memory=False, slice_tokens=16, stream_from_host="model"), OpenedLlama(), max_steps=6)
+        fit(MemoStrategy(slice_tokens=16, stream_from_host="model"), OpenedLlama(), max_steps=6)
 
 
 def test_a_comparison_runs_no_hooks_on_weights() -> None:
@@ -317,7 +317,7 @@ def test_a_comparison_runs_no_hooks_on_weights() -> None:
 
 
 def test_it_can_be_turned_off() -> None:
-    settings = {"alpha": 0.5, "plan_memory": False, "check_slices": False}
+    settings = {"alpha": 0.5, "check_slices": False}
     result, expected = fit(MemoStrategy(**settings), Opened(opening_model), max_steps=6), plain(Opened(opening_model))
     assert result.losses[:2] == pytest.approx(expected.losses[:2], abs=1e-5)
     assert result.losses[2] != pytest.approx(expected.losses[2], abs=1e-5)
@@ -326,7 +326,7 @@ def test_it_can_be_turned_off() -> None:
 @pytest.mark.parametrize("alpha", [0.3, 0.5])
 def test_a_warning_is_given_while_training(alpha: float) -> None:
     with pytest.warns(UserWarning, match="From now on, layers run as one slice"):
-        result = fit(MemoStrategy(alpha=alpha, plan_memory=False), Opened(opening_model), max_steps=4)
+        result = fit(MemoStrategy(alpha=alpha), Opened(opening_model), max_steps=4)
     assert result.losses[:2] == pytest.approx(plain(Opened(opening_model)).losses[:2], abs=1e-5)
 
 

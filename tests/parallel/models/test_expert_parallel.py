@@ -227,9 +227,7 @@ def test_models_whose_experts_cannot_be_divided(build: Any, sizes: tuple[int, in
 
 def train_on_other_lengths() -> None:
     """Each data-parallel process gets sequences of another length."""
-    trainer = make_trainer(
-        MemoStrategy(**_EP2, plan_memory=False), devices=2, max_steps=2, use_distributed_sampler=False
-    )
+    trainer = make_trainer(MemoStrategy(**_EP2), devices=2, max_steps=2, use_distributed_sampler=False)
     with pytest.raises(ValueError, match="share experts got batches of 2 x 40, 2 x 48 tokens, and need equal sizes"):
         trainer.fit(LanguageModel("qwen3_moe"), loader(8, 40 + 8 * dist.get_rank()))
 

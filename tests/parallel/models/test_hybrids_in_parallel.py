@@ -153,7 +153,7 @@ VALIDATION = Run(tokens=63, ignore=0.0)
 
 def evaluate(run: Run, settings: dict[str, Any]) -> tuple[float, float]:
     module = Evaluated(run.build, lr=LR)
-    trainer = make_trainer(MemoStrategy(plan_memory=False, alpha=0.5, **settings), devices=2, max_steps=1)
+    trainer = make_trainer(MemoStrategy(alpha=0.5, **settings), devices=2, max_steps=1)
     texts, validation = (DataLoader(Texts(each), batch_size=2) for each in (run, VALIDATION))
     before = trainer.validate(module, validation, verbose=False)[0]["val_loss"]
     torch.manual_seed(1)

@@ -69,7 +69,7 @@ def train(
 ) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
     """Return the losses and the gradients of a training run in this process, one of several if `processes` > 1."""
     module: LightningModule = WholeGradients(model)
-    strategy = MemoStrategy(plan_memory=False, **settings) if settings else "auto"
+    strategy = MemoStrategy(**settings) if settings else "auto"
     fit(
         strategy, module, batches(data), max_steps=len(data) // accumulate, devices=processes,
         accumulate_grad_batches=accumulate, use_distributed_sampler=False,

@@ -50,7 +50,7 @@ def _evaluate(settings: dict[str, Any], precision: str) -> list[float]:
     """Return losses of this process; data-parallel processes get the same batches."""
     module = Evaluated(RUN.build, lr=LR)
     trainer: Trainer = make_trainer(
-        MemoStrategy(pipeline_parallel_size=2, alpha=0.5, plan_memory=False, **settings),
+        MemoStrategy(pipeline_parallel_size=2, alpha=0.5, **settings),
         devices=dist.get_world_size(), max_steps=2, num_sanity_val_steps=1, val_check_interval=2,
         use_distributed_sampler=False, precision=precision,
     )  # fmt: skip
@@ -100,7 +100,7 @@ def test_losses_are_those_of_one_process_on_all_stages(
 def _error_of(kind: type[LanguageModel], family: Any, settings: dict[str, Any]) -> str:
     module = kind(family)
     trainer = make_trainer(
-        MemoStrategy(pipeline_parallel_size=2, plan_memory=False, **settings),
+        MemoStrategy(pipeline_parallel_size=2, **settings),
         devices=2, max_steps=1,
     )  # fmt: skip
     try:

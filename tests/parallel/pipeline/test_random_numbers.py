@@ -42,7 +42,7 @@ def _draw(dropout: float, settings: dict[str, Any]) -> Drawn:
     rows = [{"input_ids": row, "labels": row} for row in ids] * STEPS
     module = Noisy(dropout)
     trainer = make_trainer(
-        MemoStrategy(alpha=0.5, plan_memory=False, **settings),
+        MemoStrategy(alpha=0.5, **settings),
         devices=dist.get_world_size(), max_steps=STEPS, use_distributed_sampler=False,
     )  # fmt: skip
     torch.manual_seed(1)

@@ -142,7 +142,7 @@ def trained(strategy: Any, module: LanguageModel, data: Any = None, **settings: 
 
 def strategy(**settings: Any) -> MemoStrategy:
     """Return a strategy that recomputes all layers, unless `settings` say otherwise."""
-    return MemoStrategy(**{"alpha": 0.0, "plan_memory": False} | settings)
+    return MemoStrategy(**{"alpha": 0.0} | settings)
 
 
 def line_of(module: LanguageModel, max_steps: int = 3, **settings: Any) -> str:

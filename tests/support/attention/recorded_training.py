@@ -41,7 +41,7 @@ def compare(
 ) -> None:
     """Train with and without MemoStrategy, and compare the gradients of each step."""
     runs = []
-    for strategy in (MemoStrategy(plan_memory=False, **settings), "auto"):
+    for strategy in (MemoStrategy(**settings), "auto"):
         run, data = module(build), [make_batch(2, tokens, seed=n) for n in range(steps)]
         torch.manual_seed(0)
         fit(strategy, run, batches(data), max_steps=steps)

@@ -135,7 +135,7 @@ def record_step(folder: Path) -> MemoStrategy:
             while trainer.strategy.memory.busy and time.monotonic() < deadline:
                 time.sleep(0.002)
 
-    strategy = MemoStrategy(alpha=0.5)
+    strategy = MemoStrategy(alpha=0.5, plan_memory=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "cache_folder", lambda: folder / "plans")
         fit(strategy, LanguageModel("llama"), loader(32), max_steps=10, callbacks=[Wait()], default_root_dir=folder)

@@ -235,7 +235,7 @@ class Side:
         """Return a loop for a second model."""
         if not self.memo:
             return contextlib.nullcontext()
-        return MemoLoop(self.other, torch.optim.SGD(self.other.parameters(), 0.1), plan_memory=False, alpha=0.5)
+        return MemoLoop(self.other, torch.optim.SGD(self.other.parameters(), 0.1), alpha=0.5)
 
     def keep(self, t: Tensor) -> None:
         self.kept.append(("value", t.detach().clone()))
@@ -329,7 +329,7 @@ def _run_in_loop(side: Side, programs: Sequence[Program]) -> list[Result]:
         return []
     found: list[Result] = []
     try:
-        with MemoLoop(side.model, side.optimizer, plan_memory=False, **side.session.settings):
+        with MemoLoop(side.model, side.optimizer, **side.session.settings):
             found += [_run(side, program) for program in programs[:-1]]
             last = _run(side, programs[-1])
     except Exception as error:
@@ -365,7 +365,7 @@ class Module(LightningModule):
 
 def _fit(side: Side, program: Program) -> Result:
     module, failure = Module(side, program), None
-    trainer = make_trainer(MemoStrategy(plan_memory=False, **side.session.settings), max_epochs=1, max_steps=-1)
+    trainer = make_trainer(MemoStrategy(**side.session.settings), max_epochs=1, max_steps=-1)
     try:
         trainer.fit(module, batches([{"number": torch.tensor(n)} for n in range(len(program))]))
     except Exception as error:
