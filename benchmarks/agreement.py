@@ -3,8 +3,8 @@
     python benchmarks/agreement.py
     python benchmarks/agreement.py --check   exits with status 1 if the page is out of date
 
-An estimate gets the constants of the machine that was simulated, which are in the results of the rehearsal
-(benchmarks/results/rehearsed).
+Estimates have the package's constants, which have to be those of the simulated machine. Only the memory is that of one
+process alone on it, and FlashAttention 2 has its own rates.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ _METHODS: Final[dict[str, dict[str, Any]]] = {
     "memo_alpha_0": {"method": "memo", "alpha": 0.0},
     "memo_alpha_1": {"method": "memo", "alpha": 1.0},
 }
-_KERNELS: Final = {"sdpa": "flash", "cudnn": "cudnn"}
 # Longer sequences run in slices, which training chooses once a step has not fitted. Estimates are for given slices.
 _LONGEST: Final = 256 * 1024
 _SHOWN: Final = {
@@ -53,6 +52,7 @@ _SHOWN: Final = {
 }
 _USABLE_HOST: Final = 0.9
 """Share of the free host memory that training uses (`lightning_memo.profiler.measured_costs`)."""
+_MEASURED_HOST: Final = "125GiB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +106,21 @@ def comparisons(folder: str = "rehearsed") -> list[Comparison]:
     ]
 
 
+def measured_on_a_gpu() -> list[Comparison]:
+    """Return whole models that were measured on an H200, each with its estimate. There were no fused kernels yet."""
+    machine = {"host_bytes": parse_bytes(_MEASURED_HOST)}
+    return [
+        Comparison(
+            host=_MEASURED_HOST,
+            cell=cell,
+            rehearsed=result,
+            estimated=estimate(replace(_request(cell, machine), fused_kernels=False), Parallelism()),
+        )
+        for result in load_all(_RESULTS / "gpu" / "nvidia_h200")
+        if (cell := Cell(**result["cell"])).layers is None and cell.method in _METHODS
+    ]
+
+
 def _estimate(cell: Cell, machine: dict[str, float]) -> Estimate:
     return estimate(_request(cell, machine), Parallelism())
 
@@ -114,26 +129,17 @@ def _request(cell: Cell, machine: dict[str, float]) -> EstimateRequest:
     shape, cluster = load_model(cell.model), load_cluster(_CLUSTER)
     if cell.tuning == "lora":
         shape = replace(shape, adapters=adapters_of(_LORA))
-    kernel = _KERNELS[cell.attention]
-    constants = replace(
-        constants_of(_CLUSTER),
-        dense_efficiency=machine["gemm_half"] / cluster.peak_flops,
-        attention_forward_efficiency=machine[f"{kernel}_forward"] / cluster.peak_flops,
-        attention_backward_efficiency=machine[f"{kernel}_backward"] / cluster.peak_flops,
-        memory_efficiency=machine["hbm"] / cluster.memory_bandwidth,
-        host_efficiency=1.0,
-        device_share=1.0,
-        host_share=_USABLE_HOST,
-    )
-    cluster = replace(
-        cluster,
-        device_bytes=parse_bytes(described(_CLUSTER)["device_bytes"]),
-        host_bytes=int(machine["host_bytes"]),
-        host_bandwidth=min(machine["to_host"], machine["to_device"]),
-    )
+    constants = replace(constants_of(_CLUSTER), device_share=1.0, host_share=_USABLE_HOST)
+    if cell.attention == "sdpa":  # FlashAttention 2; the constants are cuDNN's
+        constants = replace(
+            constants,
+            attention_forward_efficiency=machine["flash_forward"] / cluster.peak_flops,
+            attention_backward_efficiency=machine["flash_backward"] / cluster.peak_flops,
+        )
+    device_bytes = parse_bytes(described(_CLUSTER)["device_bytes"])
     return EstimateRequest(
         shape=shape,
-        cluster=cluster,
+        cluster=replace(cluster, device_bytes=device_bytes, host_bytes=int(machine["host_bytes"])),
         constants=constants,
         gpus=1,
         seq_len=cell.tokens,

@@ -1,9 +1,10 @@
-"""Compares estimates with published runs on Hopper, and generates the section of docs/estimate_calibration.md.
+"""Compares estimates with runs on Hopper, and generates the section of docs/estimate_calibration.md.
 
     python benchmarks/anchors.py
     python benchmarks/anchors.py --check   exits with status 1 if the page is out of date
 
-Other programs ran these: what differs from the estimate is named beside each number.
+Steps of this project were measured on an H200 (benchmarks/results/gpu). Other programs ran what is published: what
+differs from the estimate is named beside each number.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+import agreement
+from cells.methods import METHODS
+from pages.comparison import is_settled
 from pages.generated_section import write_or_check
-from pages.markdown import table
+from pages.markdown import table, tokens
 
 from lightning_memo.estimate import (
     Estimate,
@@ -24,12 +28,18 @@ from lightning_memo.estimate import (
     load_cluster,
     load_model,
 )
+from lightning_memo.utils.units import format_bytes
 
 ROOT: Final = Path(__file__).parents[1]
 _CLUSTER: Final = "h100"
 _CHECKPOINTS: Final = {"activations"}
 _STATE: Final = {"parameters", "gradients", "optimizer"}
-_TIMES: Final = {"dense_efficiency", "attention_forward_efficiency", "attention_backward_efficiency"}
+_TIMES: Final = (
+    "dense_efficiency",
+    "attention_forward_efficiency",
+    "attention_backward_efficiency",
+    "memory_efficiency",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +105,7 @@ def _trl(model: str, constants: str) -> Estimate:
 
 
 def section() -> str:
-    """Returns the constants with their origins, and the errors."""
+    """Returns the constants with their origins, and the errors beside measured and published runs."""
     constants = constants_of(_CLUSTER)
     origins = [
         [f"`{name}`", f"{getattr(constants, name):.4g}", origin]
@@ -107,7 +117,19 @@ def section() -> str:
     ]
     head = ["1,048,576 tokens, 8 H100", "published", "estimate", "error", "error with the A800's rates"]
     lines = ["| constant | value | origin |", "| --- | --: | --- |", *(f"| {' | '.join(row)} |" for row in origins)]
-    return "\n".join(lines) + "\n\n" + table(head, rows)
+    return "\n\n".join(["\n".join(lines), _beside_measured(), table(head, rows)])
+
+
+def _beside_measured() -> str:
+    rows = []
+    for each in agreement.measured_on_a_gpu():
+        (seconds, device, _), (told, bytes_told, _) = each.measured, each.told
+        name = f"{METHODS[each.cell.method].label}, {tokens(each.cell.tokens)}"
+        name += "" if is_settled(each.rehearsed) else " (not settled)"
+        sizes = map(format_bytes, (device, bytes_told))
+        rows.append([name, f"{seconds:.2f} s", f"{told:.2f} s", f"{each.errors[0]:+.1f} %", *sizes])
+    head = ["Llama 3 8B, LoRA, one H200", "measured", "estimate", "error", "device memory, measured", "estimate"]
+    return table(head, rows)
 
 
 def main() -> int:

@@ -223,7 +223,7 @@ def choose_plan(
         return of_alpha
     fits = not of_alpha.device_excess_bytes or (device_measured and of_alpha.swap.alpha == 0.0)
     kind_seconds, alpha_seconds = slowest((by_kind.step_seconds, of_alpha.step_seconds if fits else math.inf))
-    return of_alpha if alpha_seconds < kind_seconds else by_kind
+    return of_alpha if _rounded(alpha_seconds) < _rounded(kind_seconds) else by_kind
 
 
 def usable_device_bytes(fixed_bytes: int, free_bytes: int) -> int:
@@ -314,12 +314,16 @@ class _Search:
 def _order(found: Candidate) -> tuple[float, ...]:
     """Sort key of candidates: those that fit host and disk come first, then those that fit the device, then fast ones.
 
-    Of those that do not fit the device the one of alpha 0 comes first, by which the profiled step has run. Times that
-    differ by rounding errors are equal.
+    Of those that do not fit the device the one of alpha 0 comes first, by which the profiled step has run.
     """
     device = found.over.get("device memory", 0)
-    seconds = float(f"{found.time.seconds:.9e}")
-    return sum(found.over.values()) - device, float(device > 0), found.swap.alpha if device else seconds
+    last = found.swap.alpha if device else _rounded(found.time.seconds)
+    return sum(found.over.values()) - device, float(device > 0), last
+
+
+def _rounded(seconds: float) -> float:
+    """The same number for times that differ by rounding errors: plans that recompute nothing take equally long."""
+    return float(f"{seconds:.9e}")
 
 
 class _Kinds(_Search):

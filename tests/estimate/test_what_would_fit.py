@@ -72,7 +72,7 @@ def test_a_host_that_is_too_small(limits: Callable[[str], list[str]]) -> None:
         "cluster.host_bytes)."
     )
     assert changes(told) == ["cluster.host_bytes=256GiB"]
-    told = limits("model=llama3_2_1b gpus=1 batch_size=1 seq_len=256K precision=bf16-true alpha=1")
+    told = limits("model=llama3_2_1b gpus=1 batch_size=1 seq_len=384K precision=bf16-true alpha=1")
     assert changes(told)[0] == "alpha=null"
 
 

@@ -26,6 +26,7 @@ def test_the_faster_one() -> None:
     assert chosen(ALPHA.step_seconds / 2, ALPHA).swap == KINDS.swap
     assert chosen(2 * ALPHA.step_seconds, ALPHA) == ALPHA
     assert chosen(ALPHA.step_seconds, ALPHA).swap == KINDS.swap
+    assert chosen(ALPHA.step_seconds * (1 + 1e-15), ALPHA).swap == KINDS.swap
 
 
 def test_the_slowest_process_decides() -> None:
