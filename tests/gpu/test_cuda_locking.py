@@ -1,0 +1,72 @@
+"""Training while the host memory of the plan is locked."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from lightning.pytorch import Callback
+from support.families import VOCABULARY
+from support.modes import BY_KIND
+from support.trainer_harness import LanguageModel, fit, loader
+from torch import nn
+from typing_extensions import override
+
+from lightning_memo import MemoStrategy
+from lightning_memo.engine.memory import host_pages
+
+KIB = 2**10
+
+
+class Plans(Callback):
+    """Which steps ran by the plan, and which waited for host memory."""
+
+    def __init__(self) -> None:
+        self.follows_plan: list[bool] = []
+
+    @override
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        plan = trainer.strategy.plan
+        self.follows_plan.append(plan is not None and trainer.strategy.engine.swap is plan.swap)
+
+
+def deep_llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=24, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCABULARY, use_cache=False,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_steps_run_by_a_smaller_plan_until_host_memory_is_locked(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train() -> tuple[Any, list[bool]]:
+        plans = Plans()
+        result = fit(
+            MemoStrategy(test_mode=BY_KIND, device_memory="11MiB", host_memory="3MiB", attention="sdpa"),
+            LanguageModel(deep_llama), loader(40, 64, 2), accelerator="gpu", precision="bf16-true", max_steps=20,
+            callbacks=[plans],
+        )  # fmt: skip
+        return result, plans.follows_plan
+
+    expected, follows = train()
+    assert follows == [False] + [True] * 19
+    populate = host_pages._populate
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.2)
+        populate(*arguments)
+
+    monkeypatch.setattr(host_pages, "_populate", slowly)
+    monkeypatch.setattr(host_pages, "PART_BYTES", 512 * KIB)
+    with caplog.at_level("INFO"):
+        result, follows = train()
+    assert "while" in caplog.text
+    assert follows[:2] == [False, False] and follows[-1] and follows == sorted(follows)
+    # Layers are cut at other tokens, so products of bf16 are rounded in another order.
+    assert result.losses == pytest.approx(expected.losses, rel=1e-4)
