@@ -32,6 +32,9 @@ ALL: Final = tuple(
 BOUND_LAYERS: Final = (1, 2)
 """Numbers of layers with which plain training fits; the difference is the least time of one layer."""
 
+BOUND_METHODS: Final = ("plain", "plain_liger")
+"""Methods that show the least time of a layer: plain training, with the usual kernels and with fused ones."""
+
 _K: Final = 1024
 FITS: Final = Effort(warmup=0, repeats=1, settle_seconds=1, seconds=560, prime_tokens=4 * _K, observe=False)
 """Steps that show whether a length fits, including the optimizer's state."""
@@ -83,13 +86,13 @@ def most_important() -> list[Work]:
     allocators = ("native", "expandable_segments")
     adapters = replace(few, layers=None, tuning="lora", attention="cudnn")
     expandable = replace(adapters, allocator="expandable_segments")
-    effort = Effort(warmup=1, repeats=2, settle_seconds=120, seconds=250)
-    plain, default = ("plain", "plain_liger"), "memo_auto_unplanned"
+    effort = Effort(warmup=1, repeats=2, settle_seconds=180, seconds=300)
+    default = "memo_auto_unplanned"
     work = [
-        *bounds(adapters, [64 * _K], effort, plain),
+        *bounds(adapters, [64 * _K], effort, BOUND_METHODS),
         *grid([adapters], ("selective_liger", "memo_auto", "selective"), [64 * _K], effort),
         *grid([expandable], (default,), [64 * _K], effort),
-        *bounds(adapters, [128 * _K], effort, plain),
+        *bounds(adapters, [128 * _K], effort, BOUND_METHODS),
         *grid([adapters], ("checkpointing", default, "memo_auto_eager"), [64 * _K], effort),
         *grid([replace(adapters, layers=8)], (default, "selective_liger"), [128 * _K], effort),
         *grid([adapters], _HEADLINE, [128 * _K], replace(effort, repeats=1)),
