@@ -74,7 +74,8 @@ cells() {
         return
     fi
     echo "$name: $*"
-    "$python" benchmarks/gpu.py "$@" --budget "$((left - 10))" --output "$results/gpu" 2>&1 | tee -a "$stages/$name.log"
+    timeout --foreground --kill-after=5 "$left" "$python" benchmarks/gpu.py "$@" \
+        --budget "$((left - 10))" --output "$results/gpu" 2>&1 | tee -a "$stages/$name.log"
 }
 
 {
