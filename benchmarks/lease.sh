@@ -96,5 +96,5 @@ cells longest_lora --plan longest --models llama3_8b --tuning lora --lengths 64K
     --methods memo_auto_unplanned alst checkpointing memo_slices
 cells longest_full --plan longest --models llama3_2_1b --tuning full --lengths 128K 2M --multiple-of 128K \
     --methods memo_auto_unplanned alst checkpointing memo_slices
-tar --create --gzip --file "$results/lease.tar.gz" --directory "$results" --exclude lease.tar.gz .
+tar --create --gzip --file - --directory "$results" --exclude lease.tar.gz . >"$results/lease.tar.gz"
 echo "All stages were tried. To generate the page: $python benchmarks/performance.py"
