@@ -29,12 +29,15 @@ def circumstances(packages: Sequence[str]) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Returns the commit of this checkout, with "-dirty" if code differs from it; `None` outside of a repository."""
+    """Returns the commit of this checkout, with "-dirty" if code differs from it.
+
+    Outside of a repository, `COMMIT` of the environment tells it, and without that it is `None`.
+    """
     root = Path(__file__).parents[1]
     try:
         head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=root, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("COMMIT")
     code = ["lightning_memo", "conf", "benchmarks", ":!benchmarks/results"]
     changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", *code], cwd=root).returncode
     return head.stdout.decode().strip() + ("-dirty" if changed else "")

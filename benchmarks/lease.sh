@@ -6,8 +6,8 @@
 # It stops after SECONDS (default: when everything is done). The same command continues it without repeating finished
 # work; a stage that failed is not repeated either. Results go to FOLDER (default: benchmarks/results), the output of each
 # stage to FOLDER/stages, and all of it once more to FOLDER/lease.tar.gz.
-# PYTHON is the interpreter. Other programs (deepspeed, trl, peft) and kernels (liger-kernel, flash-attn) are used if it
-# finds them.
+# PYTHON is the interpreter. Other programs (deepspeed, trl) and kernels (liger-kernel, flash-attn) are used if it finds
+# them. COMMIT is recorded in the results if this is a copy without its repository.
 set -u
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -17,10 +17,30 @@ stages=$results/stages
 mkdir -p "$stages"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
-if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    echo "$python: PyTorch finds no GPU; python benchmarks/gpu.py --plan smoke is a trial without one" >&2
-    exit 2
-fi
+"$python" - <<'EOF' || exit 2
+import configparser, re, sys
+from importlib.metadata import PackageNotFoundError, version
+
+def missing(*packages):
+    for package in packages:
+        try:
+            version(package)
+        except PackageNotFoundError:
+            yield package
+
+settings = configparser.ConfigParser()
+settings.read("setup.cfg")
+needed = re.findall(r"^[\w-]+", settings["options"]["install_requires"], re.MULTILINE)
+if absent := ", ".join(missing(*needed, "antlr4-python3-runtime", "peft")):
+    sys.exit(f"{sys.executable} has no {absent}: docs/benchmarks.md tells how to bring packages")
+if absent := ", ".join(missing("liger-kernel", "nvidia-ml-py", "trl", "deepspeed")):
+    print(f"Without {absent}: what needs them is left out")
+
+import torch
+
+if not torch.cuda.is_available():
+    sys.exit(f"{sys.executable}: PyTorch finds no GPU; python benchmarks/gpu.py --plan smoke is a trial without one")
+EOF
 
 # stage NAME MOST_SECONDS COMMAND...: runs a command unless it ended or timed out before.
 stage() {
@@ -54,7 +74,8 @@ cells() {
         return
     fi
     echo "$name: $*"
-    "$python" benchmarks/gpu.py "$@" --budget "$((left - 10))" --output "$results/gpu" 2>&1 | tee -a "$stages/$name.log"
+    timeout --foreground --kill-after=5 "$left" "$python" benchmarks/gpu.py "$@" \
+        --budget "$((left - 10))" --output "$results/gpu" 2>&1 | tee -a "$stages/$name.log"
 }
 
 {
@@ -75,5 +96,5 @@ cells longest_lora --plan longest --models llama3_8b --tuning lora --lengths 64K
     --methods memo_auto_unplanned alst checkpointing memo_slices
 cells longest_full --plan longest --models llama3_2_1b --tuning full --lengths 128K 2M --multiple-of 128K \
     --methods memo_auto_unplanned alst checkpointing memo_slices
-tar --create --gzip --file "$results/lease.tar.gz" --directory "$results" --exclude lease.tar.gz .
+tar --create --gzip --file - --directory "$results" --exclude lease.tar.gz . >"$results/lease.tar.gz"
 echo "All stages were tried. To generate the page: $python benchmarks/performance.py"

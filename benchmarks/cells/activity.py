@@ -1,10 +1,11 @@
-"""The activity of a GPU in a step, from PyTorch's profiler: kernels, copies, and copies without kernels."""
+"""The activity of a GPU in a step: kernels and copies by PyTorch's profiler, clock and power by the driver."""
 
 from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -12,6 +13,26 @@ from torch.profiler import ProfilerActivity, profile
 Interval = tuple[float, float]
 _LISTED = 40
 _COPIES = {"copy_out": "DtoH", "copy_in": "HtoD"}
+
+
+class Pace(NamedTuple):
+    """How fast a GPU may run: a GPU that gets hot or needs too much power lowers its clock.
+
+    Attributes:
+        megahertz: Clock of the multiprocessors; `None` if the driver does not tell.
+        watts: Power that the GPU draws; `None` if the driver does not tell.
+    """
+
+    megahertz: int | None = None
+    watts: float | None = None
+
+
+def pace(device: torch.device) -> Pace:
+    """Returns the pace of a device at present. It does not wait for the device, so that of a busy one is found."""
+    if device.type == "cuda":
+        with contextlib.suppress(Exception):  # NVML and its Python package are optional, and their errors are many
+            return Pace(torch.cuda.clock_rate(device), torch.cuda.power_draw(device) / 1000)
+    return Pace()
 
 
 @contextlib.contextmanager

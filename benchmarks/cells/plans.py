@@ -32,6 +32,9 @@ ALL: Final = tuple(
 BOUND_LAYERS: Final = (1, 2)
 """Numbers of layers with which plain training fits; the difference is the least time of one layer."""
 
+BOUND_METHODS: Final = ("plain", "plain_liger")
+"""Methods that show the least time of a layer: plain training, with the usual kernels and with fused ones."""
+
 _K: Final = 1024
 FITS: Final = Effort(warmup=0, repeats=1, settle_seconds=1, seconds=560, prime_tokens=4 * _K, observe=False)
 """Steps that show whether a length fits, including the optimizer's state."""
@@ -75,26 +78,30 @@ def effort_at(tokens: int) -> Effort:
 def most_important() -> list[Work]:
     """Returns the most important cells for a rented GPU, the most important first.
 
-    A quarter of an hour is enough for those with adapters: bounds, the default beside its peers, with and without fused
-    kernels, until its memory is planned, and with expandable segments.
+    A quarter of an hour, in commands of ten and of four minutes, is enough for bounds, the default with planned memory,
+    its peers, and the default without planned memory, with both allocators. A command ends within a cell, which is
+    lost, so the cells around the tenth minute are short.
     """
     few, whole = Cell(method="", tokens=0, model="llama3_8b", layers=8), Cell(method="", tokens=0, model="llama3_2_1b")
-    unplanned = [replace(few, allocator=allocator) for allocator in ("native", "expandable_segments")]
+    allocators = ("native", "expandable_segments")
     adapters = replace(few, layers=None, tuning="lora", attention="cudnn")
-    effort = Effort(warmup=1, repeats=2, settle_seconds=60, seconds=250)
-    work: list[Work] = []
-    for tokens in (64 * _K, 128 * _K):
-        work += bounds(adapters, [tokens], effort, ("plain", "plain_liger"))
-    work += grid([adapters], _HEADLINE, [64 * _K], effort)
-    work += grid([adapters], ("memo_auto",), [64 * _K], replace(effort, settle_seconds=120))
-    work += grid([replace(adapters, allocator="expandable_segments")], ("memo_auto_unplanned",), [64 * _K], effort)
-    work += grid([replace(adapters, layers=8)], ("memo_auto_unplanned", "selective_liger"), [128 * _K], effort)
-    work += grid([adapters], _HEADLINE, [128 * _K], replace(effort, repeats=1))
+    expandable = replace(adapters, allocator="expandable_segments")
+    effort = Effort(warmup=1, repeats=2, settle_seconds=180, seconds=300)
+    default = "memo_auto_unplanned"
+    work = [
+        *bounds(adapters, [64 * _K], effort, BOUND_METHODS),
+        *grid([adapters], ("selective_liger", "memo_auto", "selective"), [64 * _K], effort),
+        *grid([expandable], (default,), [64 * _K], effort),
+        *bounds(adapters, [128 * _K], effort, BOUND_METHODS),
+        *grid([adapters], ("checkpointing", default, "memo_auto_eager"), [64 * _K], effort),
+        *grid([replace(adapters, layers=8)], (default, "selective_liger"), [128 * _K], effort),
+        *grid([adapters], _HEADLINE, [128 * _K], replace(effort, repeats=1)),
+    ]
     for tokens in (64 * _K, 128 * _K):
         work += [*grid([few], MAIN, [tokens]), *bounds(few, [tokens])]
     work += grid([few], ALPHAS, [64 * _K])
     work += grid([few], MAIN, [4 * _K, 16 * _K])
-    work += grid(unplanned, ("checkpointing", "memo_auto_unplanned"), [64 * _K])
+    work += grid([replace(few, allocator=name) for name in allocators], ("checkpointing", default), [64 * _K])
     work += [*grid([few], MAIN, [256 * _K]), *bounds(few, [256 * _K])]
     work += grid([few], ("memo_slices",), [64 * _K])
     work += grid([replace(few, tuning="lora"), whole, replace(few, model="llama3_2_3b")], MAIN, [16 * _K, 64 * _K])

@@ -38,6 +38,7 @@ class _Step(NamedTuple):
         memory: The state of memory planning when it began.
         begun: When it began.
         ended: When it ended.
+        pace: The device's clock and power while it ended.
     """
 
     stage: Stage
@@ -45,6 +46,7 @@ class _Step(NamedTuple):
     memory: str
     begun: Moment
     ended: Moment
+    pace: activity.Pace
 
 
 class Steps(Callback):
@@ -103,7 +105,8 @@ class Steps(Callback):
         return {
             "steps": dict(self._counts),
             "every_step": [
-                [step.stage, step.planned, step.memory, Clock.seconds(step.begun, step.ended)] for step in self._steps
+                [step.stage, step.planned, step.memory, Clock.seconds(step.begun, step.ended), *step.pace]
+                for step in self._steps
             ],
             # From the start of training to the end of the first step of each kind.
             "first_step_seconds": self._seconds_until(lambda step: True),
@@ -158,7 +161,8 @@ class Steps(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._steps.append(_Step(self._stage, *self._begun, self._clock.now()))
+        ended = self._clock.now()
+        self._steps.append(_Step(self._stage, *self._begun, ended, activity.pace(pl_module.device)))
         if self._stage == "timed":
             self.memory = of_device(pl_module.device)
         if self._stage == "observed" and (recorder := _recorder(trainer)):

@@ -10,7 +10,7 @@ from statistics import median
 from cells.cell import Cell, Result
 from cells.flops import shape_of
 from cells.methods import METHODS
-from cells.plans import ALPHAS, BOUND_LAYERS
+from cells.plans import ALPHAS, BOUND_LAYERS, BOUND_METHODS
 
 DEFAULTS = ("memo_auto", "memo_auto_unplanned")
 """The default settings, with planned memory and without."""
@@ -195,4 +195,4 @@ def groups_of(results: Sequence[Result]) -> list[Group]:
     for result in results:
         by_name.setdefault((Cell(**result["cell"]).group, code_of(result)), []).append(result)
     groups = [Group(Cell(**found[0]["cell"]), code, found, results) for (_, code), found in sorted(by_name.items())]
-    return [g for g in groups if g.cell.layers not in BOUND_LAYERS or g.methods != ["plain"]]
+    return [g for g in groups if g.cell.layers not in BOUND_LAYERS or {*g.methods} - {*BOUND_METHODS}]

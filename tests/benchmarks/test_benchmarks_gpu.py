@@ -117,6 +117,9 @@ def test_a_result_says_what_was_measured_and_how(finished):
     assert result["steps"] == {"prime": 0, "settling": 1, "warmup": 1, "timed": 2, "observed": 1}
     assert len(result["seconds"]) == 2
     assert min(result["seconds"]) <= result["median_seconds"] <= max(result["seconds"])
+    stages = [stage for stage, *_ in result["every_step"]]
+    assert stages == ["settling", "warmup", "timed", "timed", "observed"]
+    assert [step[-2:] for step in result["every_step"]] == [[None, None]] * 5, "a CPU tells no clock and no power"
     assert result["tokens_per_second"] == 128 / result["median_seconds"]
     assert result["plan"]["alpha"] == 0.5
     assert result["plan"]["overflow_bytes"] == 0

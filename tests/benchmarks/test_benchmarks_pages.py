@@ -106,6 +106,7 @@ def test_ratios_are_times_over_times(monkeypatch, project):
         result("memo_auto", 65536, 10.0),
         result("plain", 65536, 2.0, layers=1),
         result("plain", 65536, 3.0, layers=2),
+        result("plain_liger", 65536, 2.0, layers=2),
     )
     page, readme = pages(monkeypatch, project)
     # One layer takes a second, and eight take 2 + 7.

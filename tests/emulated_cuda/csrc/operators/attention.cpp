@@ -129,10 +129,16 @@ std::tuple<Tensor, Tensor, Tensor> documents_backward(const Tensor& dout, const 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_forward(
     const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& starts_q, const OptionalTensor& starts_k,
     c10::SymInt max_q, c10::SymInt max_k, double dropout, bool causal, bool, std::optional<double> scale, OptionalInt left,
-    OptionalInt right, const OptionalTensor& used, const OptionalTensor& alibi, const OptionalTensor& table, std::optional<int64_t>) {
+    OptionalInt right, const OptionalTensor& used, const OptionalTensor& alibi
+#if TORCH_VERSION_MINOR >= 12
+    , const OptionalTensor& table, std::optional<int64_t>
+#endif
+) {
   const InOperator in_operator;
-  TORCH_CHECK(!used.has_value() && !alibi.has_value() && !table.has_value(),
-              "emulated CUDA: flash attention with ALiBi or pages is not emulated");
+  TORCH_CHECK(!used.has_value() && !alibi.has_value(), "emulated CUDA: flash attention with ALiBi is not emulated");
+#if TORCH_VERSION_MINOR >= 12
+  TORCH_CHECK(!table.has_value(), "emulated CUDA: flash attention with pages is not emulated");
+#endif
   if (starts_q.has_value()) {
     return documents_forward(q, {q, k, v, *starts_q, *starts_k, max_q.expect_int(), max_k.expect_int(), causal, left, right, scale, dropout});
   }
