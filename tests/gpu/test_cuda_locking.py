@@ -18,7 +18,6 @@ from typing_extensions import override
 from lightning_memo import MemoStrategy
 from lightning_memo.engine.memory import host_pages
 
-KIB = 2**10
 
 
 class Plans(Callback):
@@ -48,8 +47,8 @@ def test_steps_run_by_a_smaller_plan_until_host_memory_is_locked(
     def train() -> tuple[Any, list[bool]]:
         plans = Plans()
         result = fit(
-            MemoStrategy(test_mode=BY_KIND, device_memory="11MiB", host_memory="3MiB", attention="sdpa"),
-            LanguageModel(deep_llama), loader(40, 64, 2), accelerator="gpu", precision="bf16-true", max_steps=20,
+            MemoStrategy(test_mode=BY_KIND, device_memory="21MiB", host_memory="6MiB", attention="sdpa"),
+            LanguageModel(deep_llama), loader(40, 64, 2), accelerator="gpu", precision="32-true", max_steps=20,
             callbacks=[plans],
         )  # fmt: skip
         return result, plans.follows_plan
@@ -63,10 +62,9 @@ def test_steps_run_by_a_smaller_plan_until_host_memory_is_locked(
         populate(*arguments)
 
     monkeypatch.setattr(host_pages, "_populate", slowly)
-    monkeypatch.setattr(host_pages, "PART_BYTES", 512 * KIB)
+    monkeypatch.setattr(host_pages, "PART_BYTES", 2**20)
     with caplog.at_level("INFO"):
         result, follows = train()
     assert "while" in caplog.text
     assert follows[:2] == [False, False] and follows[-1] and follows == sorted(follows)
-    # Layers are cut at other tokens, so products of bf16 are rounded in another order.
-    assert result.losses == pytest.approx(expected.losses, rel=1e-4)
+    assert result.losses == pytest.approx(expected.losses, rel=1e-5)
