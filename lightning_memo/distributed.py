@@ -37,7 +37,7 @@ from lightning_memo.config import PRECISIONS, MemoConfig
 from lightning_memo.data.resumable_loader import seed_workers, shield_workers
 from lightning_memo.engine import Engine
 from lightning_memo.engine.fp8_modules import keep_quantized_weights
-from lightning_memo.engine.modules.layer_forward import replace_forward
+from lightning_memo.engine.modules.layer_forward import replace_forward, warn_of_uncompiled
 from lightning_memo.engine.recurrence import may_hand_states
 from lightning_memo.parallel.batches.shard_batch import check_even
 from lightning_memo.parallel.fsdp_units import accumulating
@@ -51,7 +51,6 @@ from lightning_memo.runtime.start_engine import (
     refuse_fp8_at_calls,
     refuse_fp8_weights,
     refuse_liger_shards,
-    warn_of_uncompiled,
 )
 from lightning_memo.runtime.training_runtime import TrainingRuntime
 from lightning_memo.utils.find_layers import NoLayersError, select_layers

@@ -6,6 +6,8 @@ import difflib
 import inspect
 from typing import Any
 
+from accelerate.state import AcceleratorState
+from accelerate.utils import DynamoBackend
 from torch import nn
 from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -95,6 +97,12 @@ def _refuse(args: TrainingArguments) -> None:
             )
     if args.deepspeed is not None:
         raise ValueError("DeepSpeed has an engine of its own for steps: leave it out, or train without MemoCallback")
+    compilation = AcceleratorState().dynamo_plugin
+    if compilation.use_regional_compilation and compilation.backend != DynamoBackend.NO:
+        raise ValueError(
+            "regional compilation trains a copy of the model's modules, in which MemoCallback does not see the layers: "
+            "set ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=0, or leave torch_compile out"
+        )
     if args.fp16:
         raise ValueError("fp16=True is not supported by MemoCallback: give bf16=True")
     if args.n_gpu > 1:

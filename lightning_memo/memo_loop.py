@@ -20,8 +20,8 @@ from typing_extensions import Self
 
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.config import MemoConfig, refusing_gone
-from lightning_memo.engine import TestMode
-from lightning_memo.engine.modules.layer_forward import replace_forward
+from lightning_memo.engine import Engine, TestMode
+from lightning_memo.engine.modules.layer_forward import replace_forward, untraced
 from lightning_memo.loss.lazy_logits import LazyLogits
 from lightning_memo.parallel.batches.token_layout import CurrentLayout
 from lightning_memo.parallel.parallel_sizes import ParallelSizes
@@ -150,7 +150,7 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
         engine = start_engine(self._model, self.config, device, processes, True, self._test_mode)
         run = _LoopRun(self._model, self._optimizers, self._output_dir)
         self._runtime = TrainingRuntime(engine, self._model, self.config, processes, run)
-        self._batches = _LoopBatches(self._model, engine.layers[0], self._optimizers, self._runtime, run)
+        self._batches = _LoopBatches(self._model, engine, self._optimizers, self._runtime, run)
         try:
             self._runtime.start()
             self._batches.attach()
@@ -314,7 +314,7 @@ class _LoopBatches:
 
     Args:
         model: The model, to which the engine is attached.
-        layer: The first of its layers.
+        engine: The engine.
         optimizers: Its optimizers.
         runtime: The runtime of the run.
         run: The run.
@@ -323,12 +323,12 @@ class _LoopBatches:
     def __init__(
         self,
         model: nn.Module,
-        layer: nn.Module,
+        engine: Engine,
         optimizers: Sequence[Optimizer],
         runtime: TrainingRuntime,
         run: _LoopRun,
     ) -> None:
-        self._model, self._layer, self._optimizers, self._runtime, self._run = model, layer, optimizers, runtime, run
+        self._model, self._engine, self._optimizers, self._runtime, self._run = model, engine, optimizers, runtime, run
         self._attached = contextlib.ExitStack()
         self._is_open = False
         self._forwards = 0  # of this batch
@@ -339,8 +339,9 @@ class _LoopBatches:
 
     def attach(self) -> None:
         """Begin to watch the model and the optimizers."""
-        self._attached.callback(replace_forward(self._model, self._forward))
-        self._attached.callback(self._layer.register_forward_pre_hook(_OwnHook(self._note_precision)).remove)
+        forward = untraced(self._forward, self._engine.tell_of_compiled)
+        self._attached.callback(replace_forward(self._model, forward))
+        self._attached.callback(self._engine.layers[0].register_forward_pre_hook(_OwnHook(self._note_precision)).remove)
         for optimizer in self._optimizers:
             self._attached.callback(optimizer.register_step_pre_hook(self._before_step).remove)
             self._attached.callback(optimizer.register_step_post_hook(self._after_step).remove)

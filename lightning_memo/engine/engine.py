@@ -49,6 +49,7 @@ from lightning_memo.engine.modules.layer_forward import (
     needs_grad,
     replace_forward,
     run_eager,
+    warn_of_uncompiled,
     why_reads_cache,
 )
 from lightning_memo.engine.modules.layer_probe import LayerTraits
@@ -124,7 +125,6 @@ class Engine:
         before_profile: Callback before a step that is going to be profiled.
         ran_plainly: Whether layers ran as in plain training since this was set to `False`, because a batch was empty or
             too short, hooks of saved tensors were off or a user's, or a key-value cache was filled.
-        resting: Names of what is compiled with `torch.compile` and runs uncompiled while the engine is attached.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Engine:
         self.sequence: SequenceRun | None = None
         self.parked: list[SavedBytes] = []  # arguments of the first slice that wait on the host
         self.ran_plainly = False
-        self.resting: list[str] = []
+        self._told_of_compiled = False
         self._model = model
         self._reader: BlockReader | None = None
         self._undo: list[Callable[[], None]] = []
@@ -173,7 +173,11 @@ class Engine:
     def attach(self) -> None:
         """Replace the forward methods of the layers with the engine's."""
         longest, current = self.settings.slice_tokens or 1, self.sharing.current_layout
-        self.resting, self._undo = disable_compile(self._model, self.layers, self.settings.states_on_host)
+        compiled, self._undo = disable_compile(
+            self._model, self.layers, self.settings.states_on_host, self.tell_of_compiled
+        )
+        if compiled:
+            self.tell_of_compiled(*compiled)
         run = functools.partial(
             self._run, unpack_container_arguments(dicts_apart(functools.partial(run_eager, self._run_call)))
         )
@@ -186,6 +190,12 @@ class Engine:
             self._undo += attach_lazy_inputs(self._model, longest)
         if self.settings.stream_from_host == "model":
             self._undo.append(replace_forward(find_causal_lm(self._model), SlicedModel(self, longest)))
+
+    def tell_of_compiled(self, *compiled: str | nn.Module) -> None:
+        """Warn once that compiled modules and functions run uncompiled; modules outside of the model have no name."""
+        if not self._told_of_compiled:
+            self._told_of_compiled = True
+            warn_of_uncompiled([each if isinstance(each, str) else class_name(each) for each in compiled])
 
     def detach(self) -> None:
         """Restore the model, and release all memory."""

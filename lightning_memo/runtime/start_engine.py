@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
@@ -114,20 +114,6 @@ def _in_and_around(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[nn
     inside = {module for layer in layers for module in layer.modules()}
     yield from inside
     yield from (m for m in model.modules() if m not in inside and not inside.isdisjoint(m.modules()))
-
-
-def warn_of_uncompiled(compiled: Sequence[str]) -> None:
-    """Warn that compiled modules and functions run uncompiled.
-
-    Args:
-        compiled: Their names.
-    """
-    if compiled:
-        others = f" and {len(compiled) - 1} more" if len(compiled) > 1 else ""
-        rank_zero_warn(
-            f"lightning_memo: {compiled[0]}{others} run uncompiled, because layers run slice by slice. torch.compile "
-            "helps only for modules outside of the layers, like the head."
-        )
 
 
 def announce_other_stacks(model: nn.Module, alone: bool) -> None:
@@ -291,7 +277,6 @@ def start_engine(
     engine = Engine(model, layers, device, settings, sharing)
     try:
         engine.attach()
-        warn_of_uncompiled(engine.resting)
     except BaseException:
         engine.detach()  # the caller has no engine yet, and the model has to be as before
         raise

@@ -119,9 +119,9 @@ def test_compiled_code_rests(compile_it: Callable[[PlainModel], None], alpha: fl
 
     trained = module(compiled=True)
     before = [(m._compiled_call_impl, vars(m).get("forward")) for m in trained.modules()]
-    with pytest.warns(UserWarning, match="run uncompiled") as caught:
+    with pytest.warns(UserWarning, match="torch.compile is off") as caught:
         result = fit(MemoStrategy(alpha=alpha), trained)
-    assert len([w for w in caught if "run uncompiled" in str(w.message)]) == 1
+    assert len([w for w in caught if "torch.compile is off" in str(w.message)]) == 1
     assert [(m._compiled_call_impl, vars(m).get("forward")) for m in trained.modules()] == before
     expected = plain(module(compiled=False)).losses
     assert result.losses == expected if alpha == 1.0 else result.losses == pytest.approx(expected, abs=3e-6)
@@ -131,7 +131,7 @@ def test_a_model_beside_its_compiled_form() -> None:
     """Layers that are held twice run once."""
     module = LanguageModel()
     module.compiled = torch.compile(module.model, backend="aot_eager")
-    with pytest.warns(UserWarning, match="run uncompiled"):
+    with pytest.warns(UserWarning, match="torch.compile is off"):
         assert fit(MemoStrategy(alpha=1.0), module).losses == plain(LanguageModel()).losses
 
 

@@ -19,7 +19,6 @@ from lightning_memo import MemoStrategy
 from lightning_memo.engine.memory import host_pages
 
 
-
 class Plans(Callback):
     """Which steps ran by the plan, and which waited for host memory."""
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DynamoBackend
 from datasets import Dataset
 from peft import LoraConfig
 from support.devices import DEVICE
@@ -277,6 +279,16 @@ def test_refused_arguments(arguments: dict[str, Any], line: str) -> None:
         trainer = of_rows(MemoCallback(), **arguments)
         with pytest.raises(ValueError, match=line) as caught:
             trainer.train()
+    assert "\n" not in str(caught.value)
+
+
+def test_regional_compilation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = of_rows(MemoCallback())
+    compilation = AcceleratorState().dynamo_plugin
+    monkeypatch.setattr(compilation, "backend", DynamoBackend.AOT_EAGER)
+    monkeypatch.setattr(compilation, "use_regional_compilation", True)
+    with pytest.raises(ValueError, match="ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=0") as caught:
+        trainer.train()
     assert "\n" not in str(caught.value)
 
 

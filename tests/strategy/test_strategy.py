@@ -829,7 +829,8 @@ def test_model_is_left_as_it_was(family):
     attention = getattr(getattr(module.model, "config", None), "_attn_implementation", None)
     result = fit(MemoStrategy(alpha=1.0), module, callbacks=[during])
     around_the_loss = 0 if family == "block_dropout" else 2  # a Hugging Face model's head, and the norm before it
-    assert len(set(during.forwards) - own) == 4 + around_the_loss
+    around_layers = 2 if family == "block_dropout" else 3  # which compiled code calls without tracing them
+    assert len(set(during.forwards) - own) == 4 + around_layers + around_the_loss
     assert during.threads == ["offload", "prefetch"]
     assert str(during.attention).startswith("lightning_memo") == (attention is not None)
     assert vars(layers[0]).pop("forward") is mine

@@ -18,6 +18,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
@@ -222,7 +223,7 @@ def _was_given(cache: Any, call: tuple[int, ...], x: Tensor) -> bool:
 
 
 def disable_compile(
-    model: nn.Module, layers: Sequence[nn.Module], everywhere: bool
+    model: nn.Module, layers: Sequence[nn.Module], everywhere: bool, tell: Callable[[nn.Module], None]
 ) -> tuple[list[str], list[Callable[[], None]]]:
     """Make layers, their submodules and the modules around them run as they were written.
 
@@ -233,6 +234,7 @@ def disable_compile(
         model: The module that contains the layers.
         layers: The layers that the engine runs.
         everywhere: Whether all modules run as they were written: they get hidden states that are on the host.
+        tell: Gets a module around the layers each time that compiled code outside of the model calls it.
 
     Returns:
         The names of the modules that were compiled and of functions in layers that are, and functions that enable
@@ -241,12 +243,46 @@ def disable_compile(
     inside = {module for layer in layers for module in layer.modules()}
     names, undo = [], []
     for name, module in model.named_modules():
-        if everywhere or module in inside or not inside.isdisjoint(module.modules()):
+        around = module not in inside and not inside.isdisjoint(module.modules())
+        if everywhere or module in inside or around:
             undone = list(_rest(module))
-            names += [name or class_name(module)] * bool(undone)
+            names += [name or class_name(module._modules.get("_orig_mod") or module)] * bool(undone)
             undo += undone
+        if around and type(module).forward is not nn.Module.forward:  # lists of modules are not called
+            undo.append(replace_forward(module, untraced(_run_as_it_is, tell)))
     functions = {name for module in inside for name in _compiled_functions(module)}
     return names + sorted(functions), undo
+
+
+def warn_of_uncompiled(names: Sequence[str]) -> None:
+    """Warn that compiled modules and functions, given by their names, run uncompiled."""
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    rank_zero_warn(
+        f"lightning_memo: torch.compile is off for {names[0]}{others}, because layers run slice by slice: leave it "
+        "out, or compile only modules outside of the layers, such as the head"
+    )
+
+
+def untraced(run: Callable[..., Any], tell: Callable[[nn.Module], None]) -> Callable[..., Any]:
+    """Return a replacement of forward methods (see `replace_forward`) that compiled code calls without tracing it.
+
+    Args:
+        run: The replacement.
+        tell: Gets the module each time that compiled code calls it.
+    """
+    reason = "lightning_memo runs layers slice by slice, without torch.compile: leave fullgraph=True out"
+    run, tell = torch.compiler.disable(run, reason=reason), torch.compiler.disable(tell, reason=reason)
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            tell(module)
+        return run(module, *args, **kwargs)
+
+    return call
+
+
+def _run_as_it_is(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)
 
 
 def _compiled_functions(module: nn.Module) -> Iterator[str]:
@@ -255,8 +291,7 @@ def _compiled_functions(module: nn.Module) -> Iterator[str]:
     known = getattr(forward, "__globals__", {})
     used = [(name, known.get(name)) for name in getattr(getattr(forward, "__code__", None), "co_names", ())]
     for name, value in (*used, *vars(module).items()):
-        function = value.__func__ if type(value) is MethodType else value
-        if not issubclass(type(value), nn.Module) and "_torchdynamo_orig_callable" in (dict_of(function) or {}):
+        if not issubclass(type(value), nn.Module) and _is_compiled(value):
             yield name
 
 
@@ -268,6 +303,18 @@ def _rest(module: nn.Module) -> Iterator[Callable[[], None]]:
     if original is not None and hasattr(module, "dynamo_ctx"):  # by torch.compile(module)
         yield functools.partial(setattr, module, "forward", module.forward)
         module.forward = _as_written(original)
+    elif _is_compiled(module.forward):  # by torch.compile(module.forward), or in its class
+        own = vars(module).get("forward")
+        yield functools.partial(_restore_forward, module, own)
+        written = module.forward._torchdynamo_orig_callable
+        module.forward = MethodType(written, module) if own is None else written
+
+
+def _is_compiled(function: Any) -> bool:
+    """Return whether `torch.compile` returned a function, or that of a method."""
+    found = dict_of(function.__func__ if type(function) is MethodType else function) or {}
+    # Functions of `torch.compiler.disable` have the first mark, too.
+    return "_torchdynamo_orig_callable" in found and "_torchdynamo_disable" not in found
 
 
 def _as_written(module: nn.Module) -> Callable[..., Any]:
