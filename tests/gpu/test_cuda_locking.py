@@ -36,7 +36,7 @@ def deep_llama() -> nn.Module:
         hidden_size=64, intermediate_size=128, num_hidden_layers=24, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=VOCABULARY, use_cache=False,
     )  # fmt: skip
-    return transformers.AutoModelForCausalLM.from_config(config)
+    return transformers.LlamaForCausalLM(config)
 
 
 @pytest.mark.usefixtures("own_folder")
