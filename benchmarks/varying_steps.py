@@ -155,8 +155,8 @@ def _measure(options: argparse.Namespace, rows: Rows, settings: dict[str, Any]) 
         mock.patch.object(memory_planner, "cache_folder", return_value=Path(folder)),
     ):
         trainer = Trainer(
-            strategy=MemoStrategy(**settings), accelerator="cpu", devices=1, max_steps=options.steps, logger=False,
-            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[counters],
+            strategy=MemoStrategy(plan_memory=True, **settings), accelerator="cpu", devices=1,
+            max_steps=options.steps, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[counters],
             default_root_dir=folder,
         )  # fmt: skip
         trainer.fit(_Model(options), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]

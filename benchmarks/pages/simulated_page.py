@@ -29,7 +29,7 @@ later step: profile, plan, and locking of host memory. The last row compares Mem
 
 _LONGEST = """### The longest sequences
 
-Default settings (memory unplanned). A first step that does not fit with every layer recomputed as a whole is run again
+Default settings. A first step that does not fit with every layer recomputed as a whole is run again
 in slices, and later ones stay cut ([long_sequences.md](long_sequences.md))."""
 
 _ALST = """### Beside the parts of ALST
