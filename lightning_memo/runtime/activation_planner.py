@@ -227,12 +227,15 @@ class ActivationPlanner(MetersSteps):
 
     def _count_until_locked(self) -> None:
         """A batch that was not profiled is over: run by the plan from now on if its host memory should be locked."""
-        if not self._batches_until_locked or self._engine.slots_in_use:  # a backward through earlier batches may follow
+        plan, engine = self.plan, self._engine
+        if plan is None or engine.swap is None or not self._batches_until_locked:
             return
+        if any(self._ranks.gather_slicing(bool(engine.calls), everyone=False)):
+            return  # a backward through earlier batches may follow
         self._batches_until_locked -= 1
-        if self._batches_until_locked == 0 and self.plan is not None:
-            costs = self.plan.costs
-            self._engine.load(self.plan.swap, costs.batch * costs.tokens)
+        if self._batches_until_locked == 0:
+            tokens = plan.costs.batch * plan.costs.tokens
+            self._raising_together(lambda: engine.load(plan.swap, tokens), everyone=False)
 
     def _agree_on_layers(self, everyone: bool) -> None:
         """All processes cut their layers alike, and run the slices in the same order."""

@@ -19,7 +19,6 @@ from lightning_memo import MemoStrategy
 from lightning_memo.engine.memory import host_pages
 
 
-
 class Plans(Callback):
     """Which steps ran by the plan, and which waited for host memory."""
 
@@ -40,6 +39,17 @@ def deep_llama() -> nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
+def lock_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    populate = host_pages._populate
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.2)
+        populate(*arguments)
+
+    monkeypatch.setattr(host_pages, "_populate", slowly)
+    monkeypatch.setattr(host_pages, "PART_BYTES", 2**20)
+
+
 @pytest.mark.usefixtures("own_folder")
 def test_steps_run_by_a_smaller_plan_until_host_memory_is_locked(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -55,16 +65,46 @@ def test_steps_run_by_a_smaller_plan_until_host_memory_is_locked(
 
     expected, follows = train()
     assert follows == [False] + [True] * 19
-    populate = host_pages._populate
-
-    def slowly(*arguments: Any) -> None:
-        time.sleep(0.2)
-        populate(*arguments)
-
-    monkeypatch.setattr(host_pages, "_populate", slowly)
-    monkeypatch.setattr(host_pages, "PART_BYTES", 2**20)
+    lock_slowly(monkeypatch)
     with caplog.at_level("INFO"):
         result, follows = train()
     assert "while" in caplog.text
     assert follows[:2] == [False, False] and follows[-1] and follows == sorted(follows)
     assert result.losses == pytest.approx(expected.losses, rel=1e-5)
+
+
+class KeepsAGraph(LanguageModel):
+    """The loss of the third batch has its backward in the eighth."""
+
+    def __init__(self) -> None:
+        super().__init__(deep_llama)
+        self.kept: Any = None
+        self.gradients: list[torch.Tensor] = []
+
+    @override
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gradients = [p.grad.clone() for p in self.parameters() if p.grad is not None]
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        if batch_idx == 2:
+            self.kept = self.loss(batch)
+        if batch_idx == 7:
+            loss, self.kept = loss + self.kept, None
+        return self.keep(loss)
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_a_graph_is_kept_while_host_memory_is_locked(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {"accelerator": "gpu", "precision": "32-true", "accumulate_grad_batches": 8}
+    data, plain, module = loader(16, 64, 2), KeepsAGraph(), KeepsAGraph()
+    fit("auto", plain, data, max_steps=1, **settings)
+    lock_slowly(monkeypatch)
+    plans = Plans()
+    strategy = MemoStrategy(test_mode=BY_KIND, device_memory="21MiB", host_memory="6MiB", attention="sdpa")
+    fit(strategy, module, data, max_steps=1, callbacks=[plans], **settings)
+    assert plans.follows_plan[2:4] == [False, False]
+    assert module.losses == pytest.approx(plain.losses, rel=1e-5)
+    for found, gradient in zip(module.gradients, plain.gradients, strict=True):
+        assert float((found - gradient).norm()) <= 1e-5 * float(gradient.norm())
