@@ -12,7 +12,6 @@ from lightning.pytorch import Callback
 from support.families import VOCABULARY
 from support.modes import BY_KIND
 from support.trainer_harness import LanguageModel, fit, loader
-from torch import nn
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
@@ -31,12 +30,13 @@ class Plans(Callback):
         self.follows_plan.append(plan is not None and trainer.strategy.engine.swap is plan.swap)
 
 
-def deep_llama() -> nn.Module:
+def deep_llama() -> Any:
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=24, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=VOCABULARY, use_cache=False,
     )  # fmt: skip
-    return transformers.AutoModelForCausalLM.from_config(config)
+    auto: Any = transformers.AutoModelForCausalLM
+    return auto.from_config(config)
 
 
 def lock_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
