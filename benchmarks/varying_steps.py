@@ -156,8 +156,8 @@ def _measure(options: argparse.Namespace, rows: Rows, settings: dict[str, Any]) 
     ):
         trainer = Trainer(
             strategy=MemoStrategy(plan_memory=True, **settings), accelerator="cpu", devices=1,
-            max_steps=options.steps, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[counters],
-            default_root_dir=folder,
+            max_steps=options.steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, callbacks=[counters], default_root_dir=folder,
         )  # fmt: skip
         trainer.fit(_Model(options), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
     # The counters begin anew with each plan.

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from lightning_memo.artifacts.costs import INPUT
+from lightning_memo.artifacts.costs import INPUT, resident_calls
 from lightning_memo.artifacts.plan import CallPlan, PlanMemory, StoragePlan, StreamFromHost, SwapPlan
 from lightning_memo.engine.attention.attention_selector import AttentionSelector
 from lightning_memo.engine.layers.token_sharing import SequenceCutter
@@ -108,7 +108,9 @@ def _without_attention(
     )
 
 
-def bytes_ahead(swap: SwapPlan, traits: LayerTraits, device: torch.device, most_host_bytes: float) -> tuple[int, int]:
+def bytes_ahead(
+    swap: SwapPlan, traits: LayerTraits, device: torch.device, most_host_bytes: float, in_flight: int | None = None
+) -> tuple[int, int]:
     """Return the host memory that a later plan may use: at most, and for what the device has no room for.
 
     Args:
@@ -116,9 +118,12 @@ def bytes_ahead(swap: SwapPlan, traits: LayerTraits, device: torch.device, most_
         traits: Traits of the first layer.
         device: Where the layers run.
         most_host_bytes: Host memory that plans may use.
+        in_flight: Number of micro-batches whose layer calls are alive at once; `None` without a pipeline.
     """
     if device.type != "cuda" or swap.streamed:
         return 0, 0
-    saved_bytes = swap.swapped_calls * traits.saved_bytes * swap.storage.tokens // traits.tokens
+    calls = swap.calls * (in_flight or 1)
+    leaving = calls - resident_calls(calls, in_flight)
+    saved_bytes = leaving * traits.saved_bytes * swap.storage.tokens // traits.tokens
     without_room = max(saved_bytes - free_device_bytes(device), 0)
     return int(min(saved_bytes, most_host_bytes)), int(min(without_room, most_host_bytes))

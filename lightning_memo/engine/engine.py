@@ -489,7 +489,8 @@ class Engine:
             self.parked = [SavedBytes("shared", t.nbytes * traits.tokens // call.tokens) for t in parked]
         limit, input_bytes = self.settings.host_limit(), x.nbytes * traits.tokens // call.tokens
         swap = bootstrap_plan(self, traits, input_bytes, slices, streamed, limit)
-        most, ahead = bytes_ahead(swap, traits, self.device, limit)
+        in_flight = max(self.micro_batches.in_flight or (), default=None)
+        most, ahead = bytes_ahead(swap, traits, self.device, limit, in_flight)
         self.pages.reserve(most)
         self.memory = allocate_slots(swap, self.pages, self.settings, self.recorder, limit, ahead)
         if swap.streamed:

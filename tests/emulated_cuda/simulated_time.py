@@ -27,6 +27,8 @@ COMPUTE = (
 )  # fmt: skip
 KINDS = (*COMPUTE, "memory", "to_device", "to_host", "pageable", "pause", "wait")
 
+_MAP_NORESERVE = 0x4000  # of Linux; the module has it since Python 3.13
+
 SPAN = np.dtype(
     [
         ("stream", "i4"),  # -1: a wait of the host
@@ -50,6 +52,7 @@ def start() -> None:
     """
     machine = json.loads(os.environ.get("EMULATED_CUDA_MACHINE", "{}"))
     set_machine(machine)
+    mmap.MAP_ANONYMOUS |= _MAP_NORESERVE  # type: ignore[misc]
     mmap.MADV_POPULATE_WRITE = mmap.MADV_NORMAL  # type: ignore[attr-defined]
     time.perf_counter = now
     time.perf_counter_ns = lambda: int(now() * 1e9)

@@ -28,6 +28,8 @@ def test_what_the_device_has_no_room_for_is_locked_within_the_limit(
     most = min(60, most_gib) * GIB
     assert bytes_ahead(swap, traits, torch.device("cuda"), most_gib * GIB) == (most, locked_gib * GIB)
     assert bytes_ahead(swap, traits, torch.device("cpu"), most_gib * GIB) == (0, 0)
+    four = min(4 * 64, most_gib)  # none of their calls stays on the device
+    assert bytes_ahead(swap, traits, torch.device("cuda"), most_gib * GIB, 4)[0] == four * GIB
 
 
 @pytest.mark.parametrize(("batches", "said"), [(1, "the next batch is swapped"), (3, "the next 3 batches are swapped")])

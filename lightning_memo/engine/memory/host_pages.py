@@ -31,7 +31,6 @@ from torch import Tensor
 from lightning_memo.engine.copy_streams import use_device
 
 PART_BYTES = 4 * 2**30
-_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # of Linux; the module has it since Python 3.13
 _POPULATE_WRITE = getattr(mmap, "MADV_POPULATE_WRITE", 23)  # of Linux 5.14
 _MOST_THREADS = 16  # a few saturate the memory of a socket
 _POPULATED_BYTES = 256 * 2**20  # at once
@@ -87,7 +86,7 @@ class HostPages:
 
     def reserve(self, size_bytes: int) -> None:
         """Reserve addresses, which take no memory, so that the memory can grow up to this size and stays locked."""
-        with contextlib.suppress(MemoryError):  # the system limits addresses, so that growing locks everything again
+        with contextlib.suppress(MemoryError):  # what the host has not got is refused once it is needed
             if self.memory.nbytes < size_bytes:
                 self.close()
                 self._mapping, self.memory = _map(size_bytes)
@@ -176,7 +175,7 @@ def in_parts(memory: Tensor) -> Sequence[Tensor]:
 
 def _map(size_bytes: int) -> tuple[mmap.mmap, Tensor]:
     try:
-        mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+        mapping = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(
             f"{size_bytes} bytes of host memory are refused by the system ({error.strerror}): lower host_memory"

@@ -20,6 +20,7 @@ from lightning_memo.engine.memory.host import HostArena
 from lightning_memo.engine.memory.host_pages import HostPages
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 3)
+OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 
 
 def test_memory_has_pages_of_its_own() -> None:
@@ -192,6 +193,15 @@ def resident_pages(buffer: torch.Tensor) -> int:
 def test_memory_that_the_host_has_not_got_is_refused_in_one_line() -> None:
     with pytest.raises(MemoryError, match=r"bytes of host memory are refused .* lower host_memory"):
         HostPages(CPU).hold(2**60)
+
+
+@pytest.mark.skipif(OVERCOMMIT.read_text().strip() == "1", reason="the system refuses nothing (vm.overcommit_memory)")
+def test_memory_that_the_host_has_not_got_is_not_reserved() -> None:
+    pages, size = HostPages(CPU), 4 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    pages.hold(4096)
+    pages.reserve(size)  # more than the host has, with what it may swap
+    with pytest.raises(MemoryError, match="refused"):
+        pages.hold(size)
 
 
 def test_threads_that_the_system_refuses(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
