@@ -193,8 +193,8 @@ class ActivationPlanner(MetersSteps):
         swap = replace(plan.swap, attention=kernels.chosen or plan.swap.attention)
         plan = replace(plan, swap=swap, attention_trials=kernels.trials)
         while_locking = self._while_locking(step, plan, first)
-        tokens, host_bytes = profile.batch * profile.tokens, plan.swap.host_bytes
-        self._raising_together(lambda: self._engine.load(while_locking, tokens, host_bytes), everyone=first)
+        tokens, ahead = profile.batch * profile.tokens, plan.swap.memory.host
+        self._raising_together(lambda: self._engine.load(while_locking, tokens, ahead), everyone=first)
         self.plan = plan
         if earlier is not None and earlier.swap.plain and plan.swap.calls < earlier.swap.calls:
             self._engine.limits.exceed()  # other calls of this batch had run plainly before the profile began
@@ -211,7 +211,7 @@ class ActivationPlanner(MetersSteps):
     def _while_locking(self, step: MeasuredStep, plan: Plan, everyone: bool) -> SwapPlan:
         """The plan of the batches until the host memory of `plan` is locked; see Note [Until host memory is locked]."""
         pages, self._batches_until_locked = self._engine.pages, 0
-        seconds_per_byte, missing_bytes = pages.locking_seconds_per_byte, plan.swap.host_bytes - pages.held_bytes
+        seconds_per_byte, missing_bytes = pages.locking_seconds_per_byte, plan.swap.memory.host - pages.held_bytes
         # A batch takes the memory in its forward, while locking goes on.
         late_bytes = missing_bytes - sum(step.costs.forward_seconds) / seconds_per_byte if seconds_per_byte else 0
         if not any(self._ranks.gather_slicing(late_bytes > 0, everyone)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,3 +109,34 @@ def test_a_graph_is_kept_while_host_memory_is_locked(device: torch.device, monke
     assert module.losses == pytest.approx(plain.losses, rel=1e-5)
     for found, gradient in zip(module.gradients, plain.gradients, strict=True):
         assert float((found - gradient).norm()) <= 1e-5 * float(gradient.norm())
+
+
+class Locked(Callback):
+    """The host memory that is locked or is going to be, before each batch."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    @override
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        if trainer.strategy.plan is not None:
+            self.sizes.append(trainer.strategy.engine.pages._parts[-1].span.stop)
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_no_more_is_locked_than_the_plan_uses_beside_the_disk(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lock_slowly(monkeypatch)
+    locked = Locked()
+    result = fit(
+        MemoStrategy(
+            test_mode=BY_KIND, device_memory="21MiB", host_memory="3MiB", attention="sdpa", disk_path=tmp_path,
+            disk_memory="64MiB",
+        ),
+        LanguageModel(deep_llama), loader(40, 64, 2), accelerator="gpu", precision="32-true", max_steps=12,
+        callbacks=[locked],
+    )  # fmt: skip
+    swap = result.plan.swap
+    assert swap.disk_bytes > 0
+    assert set(locked.sizes) == {swap.memory.host}
