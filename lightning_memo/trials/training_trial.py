@@ -112,7 +112,9 @@ class Trial:
     """Arguments of Lightning's `Trainer`."""
 
     steps: int = 3
-    """Number of optimizer steps. The first is profiled and the last is measured."""
+    """Number of optimizer steps. The first is profiled and the last is measured.
+
+    There are more if host memory is locked slowly: the plan is in force once that is over."""
 
     def __call__(self, tokens: int) -> Attempt:
         """Trains `module` itself, in this process, for some steps at a length.
@@ -141,10 +143,10 @@ class Trial:
 
 
 class LastStep(Callback):
-    """Measures the time and the peak device memory of the last step.
+    """Measures the time and the peak device memory of the last step, which runs by the plan.
 
     Args:
-        steps: Number of optimizer steps of the run.
+        steps: Number of optimizer steps of the run, if the plan is in force by then.
 
     Attributes:
         seconds: Time of the last step, or None before it has ended.
@@ -160,7 +162,10 @@ class LastStep(Callback):
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: LightningModule, *args: Any) -> None:
-        if trainer.global_step == self._steps - 1 and self._meter is None:
+        if trainer.global_step == self._steps - 1 and _waits_for_memory(trainer.strategy):
+            self._steps += 1
+            trainer.fit_loop.epoch_loop.max_steps = self._steps
+        elif trainer.global_step == self._steps - 1 and self._meter is None:
             if pl_module.device.type == "cuda":
                 torch.cuda.synchronize(pl_module.device)
                 torch.cuda.reset_peak_memory_stats(pl_module.device)
@@ -198,6 +203,12 @@ class LastStep(Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._meter is not None:
             self._meter.stop(kept_bytes=0, accumulating=False)
+
+
+def _waits_for_memory(strategy: Any) -> bool:
+    """Whether steps run by another plan while the host memory of the plan is locked."""
+    plan = strategy.plan  # None if no layer is trained
+    return plan is not None and strategy.engine.swap is not plan.swap
 
 
 def is_out_of_memory(error: BaseException) -> bool:

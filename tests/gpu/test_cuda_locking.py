@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_memo import MemoStrategy
 from lightning_memo.engine.memory import host_pages
+from lightning_memo.trials.training_trial import RandomTokens, Trial
 
 
 class Plans(Callback):
@@ -39,7 +40,7 @@ def deep_llama() -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def lock_slowly(monkeypatch: pytest.MonkeyPatch, part_bytes: int = 2**20) -> None:
+def lock_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     populate = host_pages._populate
 
     def slowly(*arguments: Any) -> None:
@@ -47,7 +48,7 @@ def lock_slowly(monkeypatch: pytest.MonkeyPatch, part_bytes: int = 2**20) -> Non
         populate(*arguments)
 
     monkeypatch.setattr(host_pages, "_populate", slowly)
-    monkeypatch.setattr(host_pages, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(host_pages, "PART_BYTES", 2**20)
 
 
 @pytest.mark.usefixtures("own_folder")
@@ -126,7 +127,7 @@ class Locked(Callback):
 def test_no_more_is_locked_than_the_plan_uses_beside_the_disk(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    lock_slowly(monkeypatch, 2**18)
+    lock_slowly(monkeypatch)
     locked = Locked()
     result = fit(
         MemoStrategy(
@@ -139,3 +140,31 @@ def test_no_more_is_locked_than_the_plan_uses_beside_the_disk(
     swap = result.plan.swap
     assert swap.disk_bytes > 0
     assert set(locked.sizes) == {swap.memory.host}
+
+
+class FollowsPlan(LanguageModel):
+    """Notes which steps run by the plan."""
+
+    def __init__(self) -> None:
+        super().__init__(deep_llama)
+        self.follows_plan: list[bool] = []
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        strategy: Any = self.trainer.strategy
+        self.follows_plan.append(strategy.plan is not None and strategy.engine.swap is strategy.plan.swap)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_trials_measure_a_step_by_the_plan(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock_slowly(monkeypatch)
+    settings = {"test_mode": BY_KIND, "device_memory": "21MiB", "host_memory": "6MiB", "attention": "sdpa"}
+    module, trainer = FollowsPlan(), {"accelerator": "gpu", "precision": "32-true"}
+    batch_of = RandomTokens(vocabulary=VOCABULARY, batch_size=2)
+    trial = Trial(
+        strategy_factory=MemoStrategy, module=module, batch_of=batch_of, settings=settings, trainer=trainer, steps=2
+    )
+    attempt = trial(64)
+    assert attempt.fits and attempt.step_seconds is not None
+    assert module.follows_plan[:2] == [False, False] and module.follows_plan[-1]

@@ -15,6 +15,7 @@ from support.modes import BY_ALPHA, BY_KIND, JOINT
 from support.parallel_training import Run, train_alone, train_together
 from support.samples.storage_problems import ALWAYS, CALL, COSTS, LABEL, LAYERS, MIB, planned
 from support.trainer_harness import LanguageModel, ResumableLoader, Sequences, fit, plain
+from typing_extensions import override
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.costs import Budget
@@ -48,6 +49,22 @@ def test_trains_as_plain_within_both_budgets(tmp_path: Path) -> None:
     assert result.plan.device_bytes <= result.plan.budget.device_bytes
     assert result.held == [0] * len(result.losses)
     assert Plan.load(tmp_path / "run" / "memo_plan.json") == result.plan
+
+
+class TwoBackwards(LanguageModel):
+    """Each batch has two backwards through the same graph."""
+
+    @override
+    def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+def test_a_profiled_graph_has_several_backwards() -> None:
+    expected = plain(TwoBackwards("llama_gqa")).losses
+    result = fit(strategy(), TwoBackwards("llama_gqa"))
+    assert result.losses == pytest.approx(expected, rel=1e-5)
+    assert not result.plan.swap.storage.has_one_alpha
 
 
 @pytest.mark.slow

@@ -208,9 +208,12 @@ class StepProfile:
     def product(
         self, index: int, name: str, rows: int, size_bytes: int, spans: Sequence[tuple[Moment, Moment]]
     ) -> None:
-        """Add a product that was computed again, if a plan can use it: its output has a row for each token."""
+        """Add a product that was computed again, if a plan can use it: its output has a row for each token.
+
+        Another backward through the same graph computes it once more.
+        """
         call = self._call(index)
-        if rows == call.batch * call.slice_tokens:
+        if rows == call.batch * call.slice_tokens and all(product.name != name for product in call.products):
             call.products.append(ProductProfile(name, size_bytes, spans))
 
     def window(self, index: int, tokens: int | None) -> None:
