@@ -68,7 +68,7 @@ def test_a_step_that_does_not_fit_is_run_again() -> None:
     kept, kept_bytes = train(WHOLE_BYTES, alpha="auto", **KERNEL)
     recomputed, recomputed_bytes = train(WHOLE_BYTES, alpha=0.0, **KERNEL)
     assert kept == recomputed
-    assert kept_bytes - recomputed_bytes > 30 * MIB
+    assert kept_bytes - recomputed_bytes > 15 * MIB
     with pytest.warns(UserWarning, match="out of device memory") as caught:
         losses, _ = train((kept_bytes + 3 * recomputed_bytes) // 4, alpha="auto", **KERNEL)
     assert len([w for w in caught if "the step is run again" in str(w.message)]) == 1
