@@ -135,6 +135,11 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
         return None if self._runtime is None else self._runtime.plan
 
     @property
+    def follows_plan(self) -> bool:
+        """Whether steps run by `plan`, which the first one does not, nor those until its host memory is locked."""
+        return self._runtime is not None and self._runtime.follows_plan
+
+    @property
     def memory(self) -> MemoryPlanner | None:
         """The memory plan and its counters; `None` without `plan_memory`."""
         return None if self._runtime is None else self._runtime.memory

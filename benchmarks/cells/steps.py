@@ -77,7 +77,7 @@ class Steps(Callback):
         self._memory_state = memory
         self._clock: Clock
         self._stage: Stage = "prime" if effort.prime_tokens else "settling"
-        self._settled = False
+        self._ended_settling = self._timed_settled = False
         self._counts: dict[Stage, int] = dict.fromkeys(("prime", "settling", "warmup", "timed", "observed"), 0)
         self._steps: list[_Step] = []
         self._started: Moment = 0.0
@@ -112,7 +112,7 @@ class Steps(Callback):
             "first_step_seconds": self._seconds_until(lambda step: True),
             "first_planned_step_seconds": self._seconds_until(lambda step: step.planned),
             "first_served_step_seconds": self._seconds_until(lambda step: step.memory == MemoryState.SERVING.name),
-            "settled": self._settled and self._is_settled(),
+            "settled": self._timed_settled and self._is_settled(),
             "seconds": self.seconds,
             "median_seconds": self.median_seconds,
             "losses": [float(loss) for loss in self._losses] if self._computes else [],
@@ -137,6 +137,7 @@ class Steps(Callback):
         self._stage = self._next_stage()
         if self._stage == "timed" and not self._counts["timed"]:
             begin_peaks(pl_module.device)
+            self._timed_settled = self._is_settled()
         if self._stage == "observed":
             self._events = self._observing.enter_context(activity.recording(pl_module.device))
             if recorder := _recorder(trainer):
@@ -197,8 +198,8 @@ class Steps(Callback):
             return "prime"
         waited = time.perf_counter() - self._started_seconds
         enough = self._is_settled() or waited > self._effort.settle_seconds
-        self._settled = self._settled or (enough and self._is_planned())
-        if not self._settled:
+        self._ended_settling = self._ended_settling or (enough and self._is_planned())
+        if not self._ended_settling:
             return "settling"
         if self._counts["warmup"] < self._effort.warmup:
             return "warmup"

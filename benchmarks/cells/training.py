@@ -161,8 +161,7 @@ def _planned(strategy: Any, tokens: int) -> bool:
     """Returns whether a step of this many tokens runs by the plan, or is profiled, or runs by another one before it."""
     if not hasattr(strategy, "plan"):
         return True
-    plan = strategy.plan
-    return plan is not None and strategy.engine.swap is plan.swap and bool(plan.costs.tokens >= tokens)
+    return bool(strategy.follows_plan and strategy.plan.costs.tokens >= tokens)
 
 
 def _settled(strategy: Any) -> bool:

@@ -32,6 +32,11 @@ _LONGEST = """### The longest sequences
 Default settings. A first step that does not fit with every layer recomputed as a whole is run again
 in slices, and later ones stay cut ([long_sequences.md](long_sequences.md))."""
 
+_ALLOCATORS = """### Planned memory beside PyTorch's allocator
+
+Steps of Memo's default settings, with [planned memory](planned_memory.md) and without. "Not served" means that memory was not planned
+before the timed steps, or not at all: PyTorch's allocator served them."""  # noqa: E501  lines of the page
+
 _ALST = """### Beside the parts of ALST
 
 The parts of DeepSpeed's Arctic Long Sequence Training that concern activations on one GPU ({packages}): feed-forward layers in tiles of
@@ -111,6 +116,28 @@ def longest(rehearsed: Rehearsed) -> str:
         for r in sorted(found, key=lambda r: r["cell"]["tokens"])
     ]
     return f"{_LONGEST}\n\n" + table(["", "", "device", "host memory", "tokens", "a step"], rows)
+
+
+def allocators(rehearsed: Rehearsed) -> str:
+    """Returns the section that compares PyTorch's allocator, expandable segments and planned memory.
+
+    Args:
+        rehearsed: Memory of the host, name of the device, and results of all groups.
+    """
+    rows = []
+    for host, device, found in rehearsed:
+        for r in sorted(found, key=lambda r: (r["cell"]["model"], r["cell"]["tuning"] == "full", r["cell"]["tokens"])):
+            cell, memory = r["cell"], r["memory"]
+            allocator = "PyTorch's" + (", expandable segments" if cell["allocator"] == "expandable_segments" else "")
+            if cell["method"] == "memo_auto":
+                allocator = "planned" + ("" if is_settled(r) and r["plan"]["memory_planned"] else ", not served")
+            sizes = [format_bytes(memory[f"peak_{name}_bytes"]) for name in ("reserved", "allocated")]
+            rows.append(
+                [cell["model"], TUNING[cell["tuning"]], device, host, f"{cell['tokens']:,}", allocator,
+                 f"{r['median_seconds']:.2f} s", *sizes, str(memory["alloc_retries"])]
+            )  # fmt: skip
+    head = ["", "", "device", "host memory", "tokens", "allocator", "a step", "reserved", "allocated", "retries"]
+    return f"{_ALLOCATORS}\n\n" + table(head, rows)
 
 
 def alst(rehearsed: Rehearsed) -> str:

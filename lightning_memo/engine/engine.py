@@ -162,7 +162,6 @@ class Engine:
         self.sequence: SequenceRun | None = None
         self.parked: list[SavedBytes] = []  # arguments of the first slice that wait on the host
         self.ran_plainly = False
-        self._told_of_compiled = False
         self._model = model
         self._reader: BlockReader | None = None
         self._undo: list[Callable[[], None]] = []
@@ -193,8 +192,8 @@ class Engine:
 
     def tell_of_compiled(self, *compiled: str | nn.Module) -> None:
         """Warn once that compiled modules and functions run uncompiled; modules outside of the model have no name."""
-        if not self._told_of_compiled:
-            self._told_of_compiled = True
+        if "torch.compile" not in self._warned:
+            self._warned.add("torch.compile")
             warn_of_uncompiled([each if isinstance(each, str) else class_name(each) for each in compiled])
 
     def detach(self) -> None:

@@ -85,6 +85,11 @@ class TrainingRuntime:
         """The plan in force; `None` until the first batch is over."""
         return self._planner.plan
 
+    @property
+    def follows_plan(self) -> bool:
+        """Whether batches run by `plan`: none is being profiled, and the host memory is locked."""
+        return self._planner.follows_plan
+
     def start(self, resumed_plan: str | None = None) -> None:
         """Prepare for training: load a plan or start without one, and compile the allocator in the background.
 

@@ -77,7 +77,7 @@ def find_longest(
         strategy_factory=strategy_factory,
         module=module,
         batch_of=batch_of,
-        settings={**asdict(config), "plan": None},
+        settings={**asdict(config), "plan": None, "plan_memory": False},
         trainer=trainer,
         steps=steps_per_trial,
     )

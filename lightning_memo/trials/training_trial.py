@@ -162,7 +162,7 @@ class LastStep(Callback):
 
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: LightningModule, *args: Any) -> None:
-        if trainer.global_step == self._steps - 1 and _waits_for_memory(trainer.strategy):
+        if trainer.global_step == self._steps - 1 and _runs_by_another_plan(trainer.strategy):
             self._steps += 1
             trainer.fit_loop.epoch_loop.max_steps = self._steps
         elif trainer.global_step == self._steps - 1 and self._meter is None:
@@ -205,10 +205,9 @@ class LastStep(Callback):
             self._meter.stop(kept_bytes=0, accumulating=False)
 
 
-def _waits_for_memory(strategy: Any) -> bool:
-    """Whether steps run by another plan while the host memory of the plan is locked."""
-    plan = strategy.plan  # None if no layer is trained
-    return plan is not None and strategy.engine.swap is not plan.swap
+def _runs_by_another_plan(strategy: Any) -> bool:
+    """Whether there is a plan (there is none if no layer is trained), and steps do not run by it yet."""
+    return strategy.plan is not None and not strategy.follows_plan
 
 
 def is_out_of_memory(error: BaseException) -> bool:

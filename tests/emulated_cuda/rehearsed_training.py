@@ -46,8 +46,7 @@ class LastStep(Callback):
         self.every: list[float] = []
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        plan = getattr(trainer.strategy, "plan", None)
-        self.follows_plan = plan is None or trainer.strategy.engine.swap is plan.swap
+        self.follows_plan = getattr(trainer.strategy, "follows_plan", True)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         simulated_time.take_spans()

@@ -28,8 +28,7 @@ class Plans(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-        plan = trainer.strategy.plan
-        self.follows_plan.append(plan is not None and trainer.strategy.engine.swap is plan.swap)
+        self.follows_plan.append(trainer.strategy.follows_plan)
 
 
 def deep_llama() -> Any:
@@ -152,7 +151,7 @@ class FollowsPlan(LanguageModel):
     @override
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         strategy: Any = self.trainer.strategy
-        self.follows_plan.append(strategy.plan is not None and strategy.engine.swap is strategy.plan.swap)
+        self.follows_plan.append(strategy.follows_plan)
         return super().training_step(batch, batch_idx)
 
 

@@ -167,6 +167,18 @@ def test_results_that_cannot_be_written_are_told_before_the_first_attempt(monkey
     assert process.tried == []
 
 
+def test_memory_is_not_planned_in_trials(monkeypatch):
+    settings = {}
+
+    def tried(trial, *_):
+        settings.update(trial.settings)
+        return contextlib.nullcontext(FakeProcess())
+
+    monkeypatch.setattr(find, "TrialProcess", tried)
+    MemoStrategy(plan_memory=True).max_sequence_length(NoTokens(), build, low=100, high=300, multiple_of=100, **TRAINER)
+    assert settings["plan_memory"] is False
+
+
 def test_a_search_goes_on_with_another_logger(monkeypatch, tmp_path):
     monkeypatch.setattr(find, "TrialProcess", lambda *_: contextlib.nullcontext(FakeProcess()))
     arguments = {"low": 100, "high": 1000, "multiple_of": 100, "results": tmp_path / "a.json", **TRAINER}

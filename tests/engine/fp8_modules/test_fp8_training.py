@@ -32,11 +32,9 @@ from lightning_memo import MemoStrategy
 
 pytestmark = [pytest.mark.usefixtures("own_folder")]
 
-SETTINGS = {}
-
 
 def strategy(alpha: float, **settings: Any) -> MemoStrategy:
-    return MemoStrategy(alpha=alpha, **SETTINGS | settings)
+    return MemoStrategy(alpha=alpha, **settings)
 
 
 def compare(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -196,7 +194,7 @@ def test_a_plan_by_kinds_ends_when_fp8_begins(te: Any) -> None:
     """Places for kinds of tensors are those of layers that can be cut."""
     losses = trained(None, FromThirdStep(recipe_of("current"), lambda: blocks_of(GatedBlock)), max_steps=5)[0].losses
     module, by_kind = FromThirdStep(recipe_of("current"), lambda: blocks_of(GatedBlock)), _ByKind()
-    auto = MemoStrategy(device_memory="1.1MiB", host_memory="100KiB", **SETTINGS)
+    auto = MemoStrategy(device_memory="1.1MiB", host_memory="100KiB")
     with pytest.warns(UserWarning, match="as one slice now"):
         result, _ = trained(auto, module, max_steps=5, callbacks=[by_kind])
     assert by_kind.noted == [True] * 3 + [False] * 2  # a new plan follows the third step
@@ -207,7 +205,7 @@ def test_a_plan_by_kinds_ends_when_fp8_begins(te: Any) -> None:
 @pytest.mark.parametrize("settings", [{"plan_memory": True}, {"alpha": "auto"}], ids=str)
 def test_other_settings_change_nothing(te: Any, settings: dict[str, Any]) -> None:
     _, expected = trained(None, InFp8(recipe_of("delayed")), max_steps=4)
-    _, found = trained(MemoStrategy(**SETTINGS | {"alpha": 1.0} | settings), InFp8(recipe_of("delayed")), max_steps=4)
+    _, found = trained(MemoStrategy(**{"alpha": 1.0} | settings), InFp8(recipe_of("delayed")), max_steps=4)
     compare(found, expected)
 
 
