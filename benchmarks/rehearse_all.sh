@@ -61,3 +61,10 @@ cells rehearsed_longest h200 128GiB --models llama3_8b $longest lora --lengths 3
 cells rehearsed_longest h200 1TiB --models llama3_8b $longest lora --lengths 1408000
 cells rehearsed_longest h200 1TiB --models llama3_2_1b $longest full --lengths 2M
 cells rehearsed_longest h100 1769GiB --models llama3_8b $longest lora --lengths 512000
+
+# PyTorch's allocator, its expandable segments, and planned memory, which serves after seconds of simulated time.
+memory="--models llama3_8b --settle 9999 --methods memo_auto_unplanned"
+for options in "memo_auto" "--allocator expandable_segments"; do
+    cells rehearsed_memory h200 128GiB $memory $options --tuning lora --lengths 64K 128K 256K 320K
+    cells rehearsed_memory h200 128GiB $memory $options --tuning full --lengths 64K
+done
