@@ -110,8 +110,8 @@ def _without_attention(
 
 def bytes_ahead(
     swap: SwapPlan, traits: LayerTraits, device: torch.device, most_host_bytes: float, in_flight: int | None = None
-) -> tuple[int, int]:
-    """Return the host memory that a later plan may use: at most, and for what the device has no room for.
+) -> int:
+    """Return the host memory that a later plan is going to use for what the device has no room for.
 
     Args:
         swap: The plan of the profiled step.
@@ -121,9 +121,9 @@ def bytes_ahead(
         in_flight: Number of micro-batches whose layer calls are alive at once; `None` without a pipeline.
     """
     if device.type != "cuda" or swap.streamed:
-        return 0, 0
+        return 0
     calls = swap.calls * (in_flight or 1)
     leaving = calls - resident_calls(calls, in_flight)
     saved_bytes = leaving * traits.saved_bytes * swap.storage.tokens // traits.tokens
     without_room = max(saved_bytes - free_device_bytes(device), 0)
-    return int(min(saved_bytes, most_host_bytes)), int(min(without_room, most_host_bytes))
+    return int(min(without_room, most_host_bytes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -202,6 +203,7 @@ class Engine:
         while self._undo:
             self._undo.pop()()
         self.unload()
+        self.pages.close()
 
     def cut(self, slice_tokens: int, stream_from_host: StreamFromHost) -> None:
         """Forget the plan, and cut layers into slices from now on; see :class:`RequestedSettings` for the arguments."""
@@ -225,7 +227,7 @@ class Engine:
         """
         if why := self.why_not(swap):
             raise ValueError(f"the plan cannot run here: {why}")
-        self._forget()
+        self.unload()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # what steps by another plan cached has other sizes
         if swap.plain:
@@ -243,11 +245,7 @@ class Engine:
         return why_made_for_others(swap, self.settings, outside) or self.attention.why_not(swap.attention)
 
     def unload(self) -> None:
-        """Forget the plan, and release all memory; see `reset`."""
-        self._forget()
-        self.pages.close()
-
-    def _forget(self) -> None:
+        """Forget the plan, and release its memory; see `reset`. Locked host memory is kept for the next plan."""
         self.reset()
         if self.memory is not None:
             self.memory.close()
@@ -486,11 +484,12 @@ class Engine:
             # Layers of different classes may get different arguments: how many classes there are is not known yet.
             parked = parkable((call.args, call.kwargs)) * _LAYER_CLASSES
             self.parked = [SavedBytes("shared", t.nbytes * traits.tokens // call.tokens) for t in parked]
-        limit, input_bytes = self.settings.host_limit(), x.nbytes * traits.tokens // call.tokens
+        limit, input_bytes = self.settings.host_limit(self.pages.held_bytes), x.nbytes * traits.tokens // call.tokens
         swap = bootstrap_plan(self, traits, input_bytes, slices, streamed, limit)
         in_flight = max(self.micro_batches.in_flight or (), default=None)
-        most, ahead = bytes_ahead(swap, traits, self.device, limit, in_flight)
-        self.pages.reserve(most)
+        if limit < math.inf:
+            self.pages.reserve(int(limit))
+        ahead = max(bytes_ahead(swap, traits, self.device, limit, in_flight), self.pages.held_bytes)
         self.memory = allocate_slots(swap, self.pages, self.settings, self.recorder, limit, ahead)
         if swap.streamed:
             self.pages.wait()  # times of layers must not contain waits

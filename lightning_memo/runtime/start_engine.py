@@ -297,7 +297,7 @@ def _requested(config: MemoConfig, stacks: int, on_this_node: int, test_mode: Te
         fused_kernels=config.fused_kernels,
         check_slices=config.check_slices,
         why_not_fp8=config.why_not_fp8,
-        host_limit=lambda: host_budget(config, 0, on_this_node),
+        host_limit=lambda held_bytes: host_budget(config, held_bytes, on_this_node),
     )
 
 

@@ -12,7 +12,7 @@ import transformers
 from lightning.pytorch import Callback
 from support.families import VOCABULARY
 from support.modes import BY_KIND
-from support.trainer_harness import LanguageModel, fit, loader
+from support.trainer_harness import LanguageModel, batches, fit, loader
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
@@ -167,3 +167,20 @@ def test_trials_measure_a_step_by_the_plan(device: torch.device, monkeypatch: py
     attempt = trial(64)
     assert attempt.fits and attempt.step_seconds is not None
     assert module.follows_plan[:2] == [False, False] and module.follows_plan[-1]
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_host_memory_stays_locked_while_a_longer_batch_is_profiled(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_pages, "PART_BYTES", 2**20)
+    unlock = host_pages._unlock
+    unlocked: list[int] = []
+    monkeypatch.setattr(host_pages, "_unlock", lambda memory: (unlocked.append(memory.nbytes), unlock(memory))[1])
+    locked = Locked()
+    data = [batch for tokens in (32, 48, 64) for batch in loader(4, tokens, 2)]
+    strategy = MemoStrategy(test_mode=BY_KIND, device_memory="21MiB", host_memory="6MiB", attention="sdpa")
+    module = LanguageModel(deep_llama)
+    fit(strategy, module, batches(data), accelerator="gpu", precision="32-true", callbacks=[locked], max_epochs=1)
+    assert locked.sizes == sorted(locked.sizes) and locked.sizes[-1] > locked.sizes[0] > 2**20
+    assert unlocked.count(2**20) == locked.sizes[-1] // 2**20  # each part that is complete, when training has ended

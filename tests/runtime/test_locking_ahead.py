@@ -25,11 +25,10 @@ def test_what_the_device_has_no_room_for_is_locked_within_the_limit(
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     swap = SwapPlan(storage=plan_of_alpha(64, 0.0, 32), memory=PlanMemory())  # of 32 calls, two stay on the device
     traits = LayerTraits("", saved_bytes=GIB // 2, tokens=16)
-    most = min(60, most_gib) * GIB
-    assert bytes_ahead(swap, traits, torch.device("cuda"), most_gib * GIB) == (most, locked_gib * GIB)
-    assert bytes_ahead(swap, traits, torch.device("cpu"), most_gib * GIB) == (0, 0)
-    four = min(4 * 64, most_gib)  # none of their calls stays on the device
-    assert bytes_ahead(swap, traits, torch.device("cuda"), most_gib * GIB, 4)[0] == four * GIB
+    assert bytes_ahead(swap, traits, torch.device("cuda"), most_gib * GIB) == locked_gib * GIB
+    assert bytes_ahead(swap, traits, torch.device("cpu"), most_gib * GIB) == 0
+    four = min(4 * 64 - free_gib, most_gib)  # none of their calls stays on the device
+    assert bytes_ahead(swap, traits, torch.device("cuda"), most_gib * GIB, 4) == four * GIB
 
 
 @pytest.mark.parametrize(("batches", "said"), [(1, "the next batch is swapped"), (3, "the next 3 batches are swapped")])

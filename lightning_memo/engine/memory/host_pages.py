@@ -70,6 +70,7 @@ class HostPages:
         self._mapping: mmap.mmap | None = None
         self._parts: list[_Part] = []
         self._held = self._locked = 0  # bytes in use, and those of them that are known to be locked
+        self._reserved_bytes = 0
         self._stop = threading.Event()
 
     @property
@@ -85,11 +86,11 @@ class HostPages:
         return sum(part.seconds for part in locked) / max(sum(len(part.span) for part in locked), 1)
 
     def reserve(self, size_bytes: int) -> None:
-        """Reserve addresses, which take no memory, so that the memory can grow up to this size and stays locked."""
-        with contextlib.suppress(MemoryError):  # what the host has not got is refused once it is needed
-            if self.memory.nbytes < size_bytes:
-                self.close()
-                self._mapping, self.memory = _map(size_bytes)
+        """Reserve addresses, which take no memory, so that the memory can grow up to this size and stays locked.
+
+        Memory that is in use gets them when it has to move.
+        """
+        self._reserved_bytes = size_bytes
 
     def hold(self, size_bytes: int, ahead_bytes: int = 0) -> None:
         """Use the first `size_bytes` of the memory from now on; they are locked in the background.
@@ -108,7 +109,7 @@ class HostPages:
         needed = max(size_bytes, ahead_bytes)
         if needed > self.memory.nbytes:
             self.close()
-            self._mapping, self.memory = _map(needed)
+            self._mapping, self.memory = self._map(needed)
         self._held = size_bytes
         if self.device.type == "cuda" and self._mapping is not None:
             self._trim(self._mapping, needed)
@@ -122,6 +123,11 @@ class HostPages:
             thread.start()
             self._parts += parts  # which nobody would lock if the system refused the thread
             weakref.finalize(self, _end, thread, self._stop)
+
+    def _map(self, size_bytes: int) -> tuple[mmap.mmap, Tensor]:
+        with contextlib.suppress(MemoryError):
+            return _map(max(size_bytes, self._reserved_bytes))
+        return _map(size_bytes)
 
     def _trim(self, mapping: mmap.mmap, size_bytes: int) -> None:
         """Give back the parts behind `size_bytes`, and a last one that is shorter than it is going to be."""

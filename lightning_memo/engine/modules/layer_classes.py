@@ -50,7 +50,8 @@ class RequestedSettings:
         check_slices: Whether layers in slices are compared with whole layers while training.
         why_not_fp8: With which setting layers with modules of TransformerEngine do not compute in FP8, and what to set;
             empty if they do.
-        host_limit: Returns the host bytes that the profiled step may use. What needs more stays on the device.
+        host_limit: Returns the host bytes that the profiled step may use, given those that the engine holds. What needs
+            more stays on the device.
     """
 
     attention: Attention | Literal["auto"] = "auto"
@@ -65,7 +66,7 @@ class RequestedSettings:
     fused_kernels: bool = True
     check_slices: bool = True
     why_not_fp8: str = ""
-    host_limit: Callable[[], float] = lambda: math.inf
+    host_limit: Callable[[int], float] = lambda held_bytes: math.inf
 
     def check(self, traits: LayerTraits, by_slices: bool) -> None:
         """Refuse layers that cannot run by the settings.

@@ -113,9 +113,14 @@ def test_memory_grows_in_parts(runtime: Runtime, monkeypatch: pytest.MonkeyPatch
     block.hold(11 * 4096)  # the last part is locked again
     block.wait()
     assert spans(runtime) == [4, 4, 3]
+    block.reserve(40 * 4096)
     block.hold(30 * 4096)
     block.wait()
     assert spans(runtime) == [4] * 7 + [2]
+    address = block.memory.data_ptr()
+    block.hold(40 * 4096)
+    block.wait()
+    assert block.memory.data_ptr() == address and spans(runtime) == [4] * 10
     block.close()
     assert not runtime.locked and block.held_bytes == 0
 
@@ -198,8 +203,9 @@ def test_memory_that_the_host_has_not_got_is_refused_in_one_line() -> None:
 @pytest.mark.skipif(OVERCOMMIT.read_text().strip() == "1", reason="the system refuses nothing (vm.overcommit_memory)")
 def test_memory_that_the_host_has_not_got_is_not_reserved() -> None:
     pages, size = HostPages(CPU), 4 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    pages.hold(4096)
     pages.reserve(size)  # more than the host has, with what it may swap
+    pages.hold(4096)
+    assert pages.memory.nbytes == 4096
     with pytest.raises(MemoryError, match="refused"):
         pages.hold(size)
 

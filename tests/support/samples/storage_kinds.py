@@ -70,7 +70,7 @@ class ByKind(EngineUnderTest):
         super().__init__(model, test_mode=test_mode)
         layers = find_stacks(model)[0].layers
         settings = RequestedSettings(
-            by_kind=True, disk_path=disk_path, test_mode=test_mode, host_limit=lambda: host_limit,
+            by_kind=True, disk_path=disk_path, test_mode=test_mode, host_limit=lambda held_bytes: host_limit,
             joint_attention=joint_attention, fused_kernels=fused_kernels,
         )  # fmt: skip
         self.engine = Engine(model, layers, DEVICE, settings)
