@@ -214,7 +214,7 @@ class Failing(LanguageModel):
 def test_a_failed_step_leaves_pytorchs_allocator(unplanned):
     watch = Watch()
     with pytest.raises(RuntimeError, match="on purpose"):
-        fit(MemoStrategy(alpha=0.5), Failing("llama"), loader(), max_steps=20, callbacks=[watch])
+        fit(MemoStrategy(alpha=0.5, plan_memory=True), Failing("llama"), loader(), max_steps=20, callbacks=[watch])
     assert_all_hit(watch.stats)
     allocator = PlannedAllocator(CPU)
     assert not allocator.installed
