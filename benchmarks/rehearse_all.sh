@@ -12,7 +12,7 @@ python=${PYTHON:-.cuda/venv/bin/python}
 results=${1:-benchmarks/results}
 peers="checkpointing selective selective_products checkpointing_async_offload"
 liger="selective_liger selective_products_liger checkpointing_async_offload_liger"
-memo="memo_alpha_0 memo_alpha_1 memo_auto_eager memo_auto_unplanned"
+memo="memo_alpha_0 memo_alpha_1 memo_auto_without_triton memo_auto_unplanned"
 
 # cells SET DEVICE HOST_MEMORY ARGUMENTS...: the arguments are those of benchmarks/gpu.py.
 cells() {

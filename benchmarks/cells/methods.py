@@ -21,7 +21,8 @@ class Method:
         settings: Settings of `MemoStrategy`.
         sliced: Whether the slices have the length given by the cell.
         own_loss: Whether the method has its own loss that never holds all logits.
-        fused: Whether the norms, rotary positions and feed-forwards of layers run by fused kernels.
+        fused: Whether Triton's kernels fuse norms, rotary positions or feed-forwards of layers.
+        triton: Whether Triton can be imported.
     """
 
     label: str
@@ -30,6 +31,7 @@ class Method:
     sliced: bool = False
     own_loss: bool = False
     fused: bool = False
+    triton: bool = True
 
     @property
     def is_memo(self) -> bool:
@@ -48,8 +50,8 @@ def _with_liger(label: str, attach: peers.Attach) -> Method:
     return Method(f"{label} + liger-kernel", peers.with_liger(attach), fused=True)
 
 
-def _memo(label: str, sliced: bool = False, **settings: Any) -> Method:
-    return Method(label, settings=settings, sliced=sliced, own_loss=True, fused=settings.get("fused_kernels", True))
+def _memo(label: str, sliced: bool = False, triton: bool = True, **settings: Any) -> Method:
+    return Method(label, settings=settings, sliced=sliced, own_loss=True, fused=triton, triton=triton)
 
 
 METHODS: Final = {
@@ -77,7 +79,7 @@ METHODS: Final = {
         for alpha in (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
     },
     "memo_auto_unplanned": _memo("Memo auto"),
-    "memo_auto_eager": _memo("Memo auto, fused_kernels=False", fused_kernels=False),
+    "memo_auto_without_triton": _memo("Memo auto, without Triton", triton=False),
     "memo_auto": _memo("Memo auto, memory planned", plan_memory=True),
     "memo_kinds": _memo("Memo by kinds"),  # of earlier results; it is "memo_auto_unplanned" now
     "memo_slices": _memo("Memo, many slices", sliced=True),

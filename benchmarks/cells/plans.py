@@ -20,14 +20,14 @@ MAIN: Final = (
 )  # fmt: skip
 SWEEP: Final = tuple(f"memo_alpha_{alpha}" for alpha in ("0", "0.125", "0.25", "0.5", "0.75", "1"))
 ALPHAS: Final = (*SWEEP, "memo_auto_unplanned")
-_HEADLINE: Final = ("checkpointing", "selective", "selective_liger", "memo_auto_unplanned", "memo_auto_eager")
+_HEADLINE: Final = ("checkpointing", "selective", "selective_liger", "memo_auto_unplanned", "memo_auto_without_triton")
 ALST: Final = ("alst", "alst_freed", "alst_reentrant")
 LIGER: Final = tuple(
     f"{method}_liger"
     for method in ("plain", "checkpointing", "selective", "selective_products", "checkpointing_async_offload")
 )
 ALL: Final = tuple(
-    dict.fromkeys((*MAIN, *ALST, *LIGER, *ALPHAS, "memo_auto_eager", "memo_slices", "memo_slice_schedule"))
+    dict.fromkeys((*MAIN, *ALST, *LIGER, *ALPHAS, "memo_auto_without_triton", "memo_slices", "memo_slice_schedule"))
 )
 BOUND_LAYERS: Final = (1, 2)
 """Numbers of layers with which plain training fits; the difference is the least time of one layer."""
@@ -93,7 +93,7 @@ def most_important() -> list[Work]:
         *grid([adapters], ("selective_liger", "memo_auto", "selective"), [64 * _K], effort),
         *grid([expandable], (default,), [64 * _K], effort),
         *bounds(adapters, [128 * _K], effort, BOUND_METHODS),
-        *grid([adapters], ("checkpointing", default, "memo_auto_eager"), [64 * _K], effort),
+        *grid([adapters], ("checkpointing", default, "memo_auto_without_triton"), [64 * _K], effort),
         *grid([replace(adapters, layers=8)], (default, "selective_liger"), [128 * _K], effort),
         *grid([adapters], _HEADLINE, [128 * _K], replace(effort, repeats=1)),
     ]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -29,6 +31,8 @@ from lightning_memo.models import ModelConfig, build_model
 from lightning_memo.trials.training_trial import QUIET, RandomTokens
 
 _LORA = {"r": 16, "lora_alpha": 16, "target_modules": "all-linear"}
+# PEFT would add the adapters of experts to their weights in every forward.
+_LORA_WITH_EXPERTS = {**_LORA, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 _BACKENDS = {"sdpa": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 _LEARNING_RATE = 1e-5
 
@@ -56,6 +60,8 @@ def train(cell: Cell, effort: Effort, tell: Callable[[Result], None]) -> Result:
     peak = peak_of(device)
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         stack.enter_context(_same_kernel(cell, method))
+        if not method.triton:
+            stack.enter_context(mock.patch.dict(sys.modules, {"triton": None}))  # which then cannot be imported
         module = CellModule(cell, method, stack)
 
         known: Result = {}
@@ -111,8 +117,8 @@ class CellModule(pl.LightningModule):
         config["max_position_embeddings"] = max(config["max_position_embeddings"], self.cell.tokens)
         if self.cell.layers is not None:
             config["num_hidden_layers"] = self.cell.layers
-        lora = _LORA if self.cell.tuning == "lora" else {}
-        self.model = build_model(ModelConfig(config=config, lora=lora))
+        lora = _LORA_WITH_EXPERTS if "num_experts" in config else _LORA
+        self.model = build_model(ModelConfig(config=config, lora=lora if self.cell.tuning == "lora" else {}))
         if self.method.attach is not None:
             if self.cell.loss == "chunked" and not self.method.own_loss:
                 for undo in attach_chunked_loss(self.model):

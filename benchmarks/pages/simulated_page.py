@@ -62,7 +62,7 @@ day on which it was measured. The rates of the simulated device were fitted to t
 Rehearsed = Sequence[tuple[str, str, Sequence[Result]]]
 
 _NEGLIGIBLE_BYTES = 1 << 20
-_EAGER = "memo_auto_eager"
+_WITHOUT_TRITON = "memo_auto_without_triton"
 
 
 def section(host: str, device: str, results: Sequence[Result]) -> str:
@@ -220,8 +220,10 @@ def _methods(group: Group, *more: list[str]) -> str:
     """Returns the table of all methods, with more rows before the last one."""
     rows = [[METHODS[m].label, *(_cell(group.result(m, n)) for n in group.lengths)] for m in group.methods]
     rows.extend(more)
-    if _EAGER in group.methods:
-        rows.append([f"{METHODS[_EAGER].label}: times as fast", *(_eager_speedup(group, n) for n in group.lengths)])
+    if _WITHOUT_TRITON in group.methods:
+        rows.append(
+            [f"{METHODS[_WITHOUT_TRITON].label}: times as fast", *(_eager_speedup(group, n) for n in group.lengths)]
+        )
     if any(METHODS[m].is_memo for m in group.methods):
         rows.append(["Memo's default: times as fast", *(_speedup(group, n) for n in group.lengths)])
     return table(["", *map(tokens, group.lengths)], rows)
@@ -250,8 +252,8 @@ def _speedup(group: Group, length: int) -> str:
 
 
 def _eager_speedup(group: Group, length: int) -> str:
-    """Returns how many times as fast Memo is without fused kernels as the fastest other method without them."""
-    own, other = group.seconds(_EAGER, length), group.best_other(length, fused=False)
+    """Returns how many times as fast Memo is without Triton as the fastest other method without fused kernels."""
+    own, other = group.seconds(_WITHOUT_TRITON, length), group.best_other(length, fused=False)
     return "-" if own is None or other is None else f"{other[1] / own:.3f} ({METHODS[other[0]].label})"
 
 

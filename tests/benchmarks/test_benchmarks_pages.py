@@ -333,7 +333,7 @@ def test_a_simulated_group_has_expected_times_starts_and_both_kinds_of_kernels()
         result("checkpointing", 65536, 12.0, first_step_seconds=12.5, **whole),
         result("selective", 65536, 10.5, **whole),
         result("selective_liger", 65536, 9.0, **whole),
-        result("memo_auto_eager", 65536, 10.0, **whole),
+        result("memo_auto_without_triton", 65536, 10.0, **whole),
         result("memo_auto_unplanned", 65536, 8.0, plan=plan, first_planned_step_seconds=26.0, **whole),
         *(result("plain", 65536, seconds, layers=n) for n, seconds in ((1, 2.0), (2, 2.25))),
         *(result("plain_liger", 65536, seconds, layers=n) for n, seconds in ((1, 1.5), (2, 1.625))),
@@ -346,7 +346,7 @@ def test_a_simulated_group_has_expected_times_starts_and_both_kinds_of_kernels()
         "| start of Memo (first step of checkpointing) | 18.00 s (12.50 s) |",
         "| bound | 9.75 s |",
         "| bound + liger-kernel | 5.38 s |",
-        "| Memo auto, fused_kernels=False: times as fast | 1.050 (selective checkpointing) |",
+        "| Memo auto, without Triton: times as fast | 1.050 (selective checkpointing) |",
         "| Memo's default: times as fast | 1.125 (selective checkpointing + liger-kernel) |",
     ):
         assert row in text

@@ -202,18 +202,16 @@ void boxed(const c10::OperatorHandle& op, Values* stack) {
   give(results->values);
   const auto made = tensors_of(results->values);
   Cost cost;
-  if (emulated_cuda_simulates()) {
-    cost = cost_of(op, arguments, made);
-    clear_left_out(cost, results->targets);
-  }
+  if (emulated_cuda_simulates()) cost = cost_of(op, arguments, made);
   Draw drawn;
   int generator = -1;
   Values called = cpu_arguments(op, arguments, made.empty() ? 1 : made[0].numel(), &drawn, &generator);
-  enqueue(name, cost, [op, name, called = std::move(called), targets = std::move(results->targets), drawn, generator]() mutable {
+  const auto& targets = results->targets;
+  enqueue(name, cost, [op, name, called = std::move(called), targets, drawn, generator]() mutable {
     if (generator >= 0) called[static_cast<size_t>(generator)] = generator_of(drawn);
     call_on_cpu(op, called);
     if (!targets.empty()) copy_results(called, targets, name);
-  });
+  }, targets);
 }
 
 /// Operators that only allocate, make views, or call other operators; and those that have an implementation of their own.

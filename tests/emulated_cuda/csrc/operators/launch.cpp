@@ -54,20 +54,21 @@ void check_kernels() {
   TORCH_CHECK(text.empty(), "emulated CUDA: a kernel failed: ", text);
 }
 
-void enqueue(const std::string& name, const Cost& cost, std::function<void()> work) {
+void enqueue(const std::string& name, const Cost& cost, std::function<void()> work, const std::vector<at::Tensor>& results) {
   static std::set<std::string>* names = new std::set<std::string>;
   std::unique_lock<std::mutex> lock(mutex);
   const std::string& kept = *names->insert(name).first;
   lock.unlock();
-  if (emulated_cuda_simulates() && !cost.is_small) work = [] {};
+  if (emulated_cuda_simulates() && !cost.is_small) {
+    std::vector<std::pair<void*, size_t>> seen;
+    for (const at::Tensor& t : results)
+      if (t.defined() && t.is_contiguous() && is_small(t)) seen.emplace_back(t.data_ptr(), t.nbytes());
+    work = [seen = std::move(seen)] {
+      for (const auto& [data, bytes] : seen) std::memset(data, 0, bytes);
+    };
+  }
   void* stream = c10::cuda::getCurrentCUDAStream().stream();
   emulated_cuda_launch(stream, run, new Kernel{kept, std::move(work)}, kept.c_str(), cost);
-}
-
-void clear_left_out(const Cost& cost, const std::vector<at::Tensor>& results) {
-  if (!emulated_cuda_simulates() || cost.is_small) return;
-  for (const at::Tensor& t : results)
-    if (t.defined() && t.is_contiguous() && is_small(t)) std::memset(t.data_ptr(), 0, t.nbytes());
 }
 
 at::Tensor host_view(const at::Tensor& t) {

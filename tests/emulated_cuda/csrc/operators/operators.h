@@ -16,11 +16,9 @@ namespace emulated {
 at::Tensor host_view(const at::Tensor& t);
 at::Tensor host_view(const std::optional<at::Tensor>& t);
 
-/// Runs `work` on the current stream, below autograd; in simulated time only if it is small.
-void enqueue(const std::string& name, const Cost& cost, std::function<void()> work);
-
-/// Makes results zero where the host may look, if simulated time leaves the work out.
-void clear_left_out(const Cost& cost, const std::vector<at::Tensor>& results);
+/// Runs `work` on the current stream, below autograd. In simulated time, work that is not small is left out: it makes
+/// those `results` zero at which the host may look.
+void enqueue(const std::string& name, const Cost& cost, std::function<void()> work, const std::vector<at::Tensor>& results = {});
 
 /// Raises what a kernel raised.
 void check_kernels();

@@ -14,7 +14,7 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (self.is_same(source) || self.numel() == 0) return self;
   TORCH_CHECK(self.device() == source.device(), "emulated CUDA: copies between devices of one process are not emulated");
   enqueue("aten::copy_", traffic({self, source}),
-          [to = host_view(self), from = host_view(source)]() mutable { to.copy_(from); });
+          [to = host_view(self), from = host_view(source)]() mutable { to.copy_(from); }, {self});
   return self;
 }
 
@@ -29,7 +29,7 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
            kept = host_view(mask)]() mutable {
     kept.bernoulli_(1 - p, generator_of(drawn));
     to.copy_(from * kept / (1 - p));
-  });
+  }, {out, mask});
   return {out, mask};
 }
 
@@ -50,13 +50,12 @@ std::tuple<Tensor, Tensor> fused_rms_norm(const Tensor& input, at::IntArrayRef s
   const double epsilon = eps.value_or(type == at::kDouble ? 2.220446049250313e-16 : 1.1920928955078125e-07);
   Tensor out = at::empty(input.sizes(), input.options()), rstd = at::empty(sizes, input.options().dtype(type));
   const Cost cost = traffic({input, out});
-  clear_left_out(cost, {rstd});
   enqueue("aten::_fused_rms_norm", cost,
           [=, from = host_view(input), to = host_view(out), r = host_view(rstd), w = host_view(weight)]() mutable {
     Tensor x = from.to(type);
     r.copy_(at::rsqrt(x.pow(2).mean(inner, true) + epsilon));
     to.copy_(w.defined() ? x * r * w.to(type) : x * r);
-  });
+  }, {rstd});
   return {out, rstd};
 }
 
@@ -71,7 +70,6 @@ std::tuple<Tensor, Tensor> fused_rms_norm_backward(const Tensor& grad, const Ten
   if (wanted[1] && weighted) dw = at::empty(weight->sizes(), weight->options());
   // The gradient of the weight is a kernel of its own, which reads both again.
   const Cost cost = dw.defined() ? traffic({grad, input, dx, grad, input}) : traffic({grad, input, dx});
-  clear_left_out(cost, {dw});
   enqueue("aten::_fused_rms_norm_backward", cost,
           [inner = inner, outer = outer, g = host_view(grad), from = host_view(input), r = host_view(rstd),
            w = host_view(weight), to = host_view(dx), to_weight = host_view(dw)]() mutable {
@@ -81,7 +79,7 @@ std::tuple<Tensor, Tensor> fused_rms_norm_backward(const Tensor& grad, const Ten
     if (!to.defined()) return;
     if (w.defined()) dy = dy * w.to(type);
     to.copy_((dy - x * (dy * x).mean(inner, true)) * r);
-  });
+  }, {dw});
   return {dx, dw};
 }
 

@@ -68,7 +68,6 @@ void rms_norm(const Tensor& y, const Tensor& x, const Optional& weight, const Te
               int64_t casting) {
   const InOperator in_operator;
   const Cost cost = traffic({x, y});
-  clear_left_out(cost, {rstd});
   enqueue("_rms_norm_forward_kernel", cost,
           [=, y = host_view(y), x = host_view(x), w = host_view(weight), rstd = host_view(rstd)] {
     const auto type = rstd.scalar_type();
@@ -76,14 +75,13 @@ void rms_norm(const Tensor& y, const Tensor& x, const Optional& weight, const Te
     rstd.copy_(at::rsqrt(from.pow(2).mean(-1) + eps));
     const Tensor normed = (from * rstd.unsqueeze(-1)).to(casting == llama ? x.scalar_type() : type);
     y.copy_(w.defined() ? normed * (w.to(type) + offset) : normed);
-  });
+  }, {rstd});
 }
 
 void rms_norm_backward(const Tensor& dy, const Tensor& dx, const Tensor& x, const Optional& weight, const Tensor& rstd,
                        const Optional& dw, double offset, int64_t casting) {
   const InOperator in_operator;
   const Cost cost = traffic({dy, x, dx, dw.value_or(Tensor())});
-  clear_left_out(cost, {dw.value_or(Tensor())});
   enqueue("_rms_norm_backward_kernel", cost,
           [=, dy = host_view(dy), dx = host_view(dx), x = host_view(x), w = host_view(weight), rstd = host_view(rstd),
            dw = host_view(dw)] {
@@ -94,7 +92,7 @@ void rms_norm_backward(const Tensor& dy, const Tensor& dx, const Tensor& x, cons
     }
     const Tensor m = w.defined() ? dy * (w.to(at::kFloat) + offset) : dy.to(at::kFloat);
     dx.copy_(r * m - r * r * r * (m * from).mean(-1, true) * from);
-  });
+  }, {dw.value_or(Tensor())});
 }
 
 // ---- of this project
