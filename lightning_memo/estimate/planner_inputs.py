@@ -48,7 +48,8 @@ def estimated_layer_costs(request: EstimateRequest, parallel: Parallelism) -> La
     bandwidth = request.cluster.host_bandwidth_of(devices_per_host(request)) * request.constants.host_efficiency
     runs = [_costs_of_run(each, parallel, bandwidth) for each in request.runs(parallel)]
     of_calls: dict[str, Any] = {name: sum((run[name] for run in runs), ()) for name in runs[0]}
-    alive = tokens if request.sliced is None else request.sliced.tokens
+    slices = request.sliced(tokens)
+    alive = tokens if slices is None else slices.tokens
     others = max(run["other_bytes"][0] for run in runs)
     transient, in_backward = _transients(request, parallel, alive * (others // tokens))
     # A stage of a pipeline keeps its input and its output for each micro-batch in flight.
@@ -81,15 +82,12 @@ def _costs_of_run(request: EstimateRequest, parallel: Parallelism, bandwidth: fl
     """Bytes and seconds of equal layers, by field of `LayerCosts`."""
     calls = request.shape.layers
     tokens = request.seq_len // (parallel.tp * parallel.cp)
-    kept = _kept(request, parallel)
-    if request.sliced is not None:
-        kept = replace(
-            kept, others=kept.others + request.sliced.kept_tables_bytes(request.shape, request.element_bytes)
-        )
+    kept, slices = _kept(request, parallel), request.sliced(tokens)
     times = layer_times(request, parallel)
     forward, backward = times.forward, times.backward
-    if request.sliced is not None:
-        forward, backward = streamed_seconds(request, request.sliced, times, kept, bandwidth)
+    if slices is not None:
+        kept = replace(kept, others=kept.others + slices.kept_tables_bytes(request.shape, request.element_bytes))
+        forward, backward = streamed_seconds(request, slices, tokens, times, kept, bandwidth)
     if request.swaps:
         forward += 2 * tokens * (kept.input + kept.attention) / memory_rate(request)  # copied into a slot
     return {
@@ -135,19 +133,22 @@ def known_step(request: EstimateRequest, parallel: Parallelism) -> HuggingFaceSt
     """Return the buffers of a step whose layers are recomputed, see `has_known_step`."""
     ranks, sequences = parallel.dp * parallel.cp, request.batch_size // parallel.dp
     stays, shards = ranks > 1 or sequences > 1, ranks if parallel.zero_stage else 1
-    if request.sliced is not None:
+    tokens = request.seq_len // (parallel.tp * parallel.cp)
+    slices = request.sliced(tokens)
+    if slices is not None:
         return SlicedStep(
             shape=request.shape,
             sizes=request.element_bytes,
-            tokens=request.seq_len,
+            tokens=tokens,
+            ring=parallel.cp > 1,
             gradients_stay=stays,
             optimizer_shards=shards,
-            slices=request.sliced,
+            slices=slices,
         )
     return HuggingFaceStep(
         shape=replace(request.shape, layers=request.shape.layers // parallel.pp),
         sizes=request.element_bytes,
-        tokens=request.seq_len // (parallel.tp * parallel.cp),
+        tokens=tokens,
         tensor_parallel=parallel.tp,
         ring=parallel.cp > 1,
         gradients_stay=stays,

@@ -213,10 +213,9 @@ class EstimateRequest:
             runs = [replace(runs[0], layers=1, input_gradient=False), replace(runs[0], layers=runs[0].layers - 1)]
         return tuple(replace(self, shape=part) for part in runs)
 
-    @property
-    def sliced(self) -> Slices | None:
-        """The slices if the sequence is longer than one slice, otherwise None."""
-        return self.slices if self.slices is not None and self.seq_len > self.slices.tokens else None
+    def sliced(self, tokens: int) -> Slices | None:
+        """The slices if the tokens of a process are more than one slice, otherwise None."""
+        return self.slices if self.slices is not None and tokens > self.slices.tokens else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -293,8 +292,8 @@ def why_not_parallel(request: EstimateRequest, parallel: Parallelism) -> str:
         return f"expert_parallel_size={parallel.expert_parallel_size} and cp={parallel.cp}: one must divide the other"
     if request.shape.parts and parallel.pp > 1:
         return "models whose layers differ are estimated without pipeline parallelism: pp must be 1"
-    if request.slices is not None and parallel.tp * parallel.cp * parallel.pp > 1:
-        return "slices are estimated for data parallelism only: tp, cp and pp must be 1"
+    if request.slices is not None and parallel.tp * parallel.pp > 1:
+        return "slices are estimated without tensor and pipeline parallelism: tp and pp must be 1"
     if request.disk_bytes and parallel.pp > 1:
         return "disk_memory is estimated without pipeline parallelism: pp must be 1"
     if why_not := _why_not_staged(parallel):

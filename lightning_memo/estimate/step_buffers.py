@@ -183,9 +183,9 @@ class HuggingFaceStep(LayerBuffers):
 
 @dataclass(frozen=True, kw_only=True)
 class SlicedStep(HuggingFaceStep):
-    """A step in slices on one device, with keys and values on the host, see `HuggingFaceStep`.
+    """A step in slices, with keys and values on the host, see `HuggingFaceStep`.
 
-    `tokens` is the length of the sequence. Buffers that the plan reserves (slots, and blocks of keys and values) are
+    `tokens` are those of a process. Buffers that the plan reserves (slots, and blocks of keys and values) are
     not counted.
     """
 
@@ -245,7 +245,9 @@ class SlicedStep(HuggingFaceStep):
     def _part(self, count: int = 1) -> LayerBuffers:
         """A layer on a number of slices, whose gradients add to those of other slices."""
         tokens = min(count * self.slices.tokens, self.tokens)
-        return LayerBuffers(shape=self.shape, sizes=self.sizes, tokens=tokens, blocks=True, gradients_stay=True)
+        return LayerBuffers(
+            shape=self.shape, sizes=self.sizes, tokens=tokens, blocks=True, ring=self.ring, gradients_stay=True
+        )
 
     @property
     def _arguments(self) -> int:

@@ -269,8 +269,8 @@ def _too_much_for_host(
     alpha = request.alpha if request.alpha is not None else float(request.method == "full_swap")
     memory, working = memory_at(request, costs, alpha), costs.working_bytes(1.0 - alpha)
     host_bytes = memory.host
-    if request.sliced is not None:
-        working = costs.working_bytes(min(request.sliced.tokens / request.seq_len, 1.0 - alpha))
+    if (slices := request.sliced(costs.tokens)) is not None:
+        working = costs.working_bytes(min(slices.tokens / costs.tokens, 1.0 - alpha))
     else:
         host_bytes = sum(costs.swapped_bytes(call, alpha) for call in range(costs.swapped_calls))
     return LayersEstimate(

@@ -225,7 +225,12 @@ def _expert_exchange_seconds(request: EstimateRequest, parallel: Parallelism) ->
 
 
 def streamed_seconds(
-    request: EstimateRequest, slices: Slices, times: LayerTimes, kept: LayerActivations, bandwidth: float
+    request: EstimateRequest,
+    slices: Slices,
+    tokens: int,
+    times: LayerTimes,
+    kept: LayerActivations,
+    bandwidth: float,
 ) -> tuple[float, float]:
     """Return the times of forward and backward as a profiled first step measures them, at alpha 0.
 
@@ -235,11 +240,12 @@ def streamed_seconds(
     Args:
         request: Training to estimate.
         slices: Settings for slices.
+        tokens: Tokens of a process.
         times: Times of a layer without slices.
         kept: Saved activations of a layer per token.
         bandwidth: Bandwidth between device and host in each direction, in bytes per second.
     """
-    shape, tokens = request.shape, request.seq_len
+    shape = request.shape
     keys_and_values = 2 * shape.kv_heads * shape.head_dim * request.element_bytes.product
     on_host = slices.stream_from_host != "attention"
     gradients = slices.key_value_gradient_bytes(shape) if on_host else 0

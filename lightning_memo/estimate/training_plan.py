@@ -84,7 +84,7 @@ def alpha_plan(
     Raises:
         HostMemoryError: The host cannot hold the activations that have to be swapped.
     """
-    slices = request.sliced
+    slices = request.sliced(costs.tokens)
     restrictions = Restrictions(
         alpha=alpha,
         slice_tokens=None if slices is None else slices.tokens,
@@ -173,7 +173,7 @@ def _fingerprint(request: EstimateRequest, parallel: Parallelism, costs: LayerCo
 
 def memory_at(request: EstimateRequest, costs: LayerCosts, alpha: float) -> PlanMemory:
     """Return the memory of a plan with one alpha."""
-    slices = request.sliced
+    slices = request.sliced(costs.tokens)
     plan = plan_of_alpha(costs.tokens, alpha, costs.calls, slice_tokens=None if slices is None else slices.tokens)
     if slices is not None:
         return streamed_bytes(request, plan).memory
@@ -182,12 +182,9 @@ def memory_at(request: EstimateRequest, costs: LayerCosts, alpha: float) -> Plan
 
 def streamed_bytes(request: EstimateRequest, plan: StoragePlan) -> StreamedBytes:
     """Return the memory of a plan whose slices swap one by one."""
-    assert request.sliced is not None
-    return request.sliced.streamed_bytes(
-        request.shape,
-        sizes=request.element_bytes,
-        plan=plan,
-    )
+    slices = request.sliced(plan.tokens)
+    assert slices is not None
+    return slices.streamed_bytes(request.shape, sizes=request.element_bytes, plan=plan)
 
 
 def bytes_of_plan(request: EstimateRequest, parallel: Parallelism, plan: Plan) -> dict[str, int]:
@@ -204,7 +201,7 @@ def bytes_of_plan(request: EstimateRequest, parallel: Parallelism, plan: Plan) -
     swap = plan.swap
     kept = swap.memory.kept
     working = plan.working_set_bytes - swap.memory.buffer_bytes - kept
-    if has_known_step(request) and request.sliced is None:
+    if has_known_step(request) and request.sliced(plan.costs.tokens) is None:
         if swap.plain and request.shape.separate_norms and request.element_bytes.stream != FP32:
             kept -= sum(plan.costs.input_bytes)  # the layer's norm saves a copy in fp32 instead
         step = PlannedStep(
@@ -230,7 +227,7 @@ def by_category(
         working: All other bytes.
         outside: Bytes of the peak outside the layers.
     """
-    logits = round(logits_bytes(request, parallel)) if working == outside else 0
+    logits = min(round(logits_bytes(request, parallel)), working) if working == outside else 0
     return {
         "rounding_buffers": buffers,
         "activations": kept,

@@ -143,8 +143,6 @@ def _why_no_slices(request: EstimateRequest) -> list[str]:
             "Slices of tokens are estimated for dense models with layers of Llama or Qwen3 only; on one GPU, training "
             "tries them by itself."
         ]
-    if request.batch_size % request.gpus:
-        return ["Slices of tokens are estimated for data parallelism only: batch_size must be a multiple of gpus."]
     return []
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.alpha_plans import slices_at
 from support.devices import FUSED
 from support.markers.slow import slow_if
+from support.processes import run_in_processes
 from support.trainer_harness import batches, make_trainer
 
 from lightning_memo import MemoStrategy
@@ -50,7 +54,13 @@ ALL_LINEAR = {"r": 4, "target_modules": "all-linear"}
 
 
 def train(
-    folder: Path, shape: ModelShape, slices: Slices, tokens: int, precision: Precision, lora: dict[str, Any] | None
+    folder: Path,
+    shape: ModelShape,
+    slices: Slices,
+    tokens: int,
+    precision: Precision,
+    lora: dict[str, Any] | None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Plan:
     """The plan of a step of a small Llama, half of whose tokens are swapped."""
     config = {
@@ -62,9 +72,10 @@ def train(
     ids = torch.randint(0, shape.vocab, (1, tokens), generator=torch.Generator().manual_seed(0))
     strategy = MemoStrategy(
         slice_tokens=slices.tokens, stream_from_host=slices.stream_from_host, alpha=0.5,
-        device_memory="4GiB", host_memory="1GiB", fused_kernels=FUSED,
+        device_memory="4GiB", host_memory="1GiB", fused_kernels=FUSED, **settings,
     )  # fmt: skip
-    trainer = make_trainer(strategy, max_steps=1, default_root_dir=str(folder), precision=precision)
+    count = dist.get_world_size() if dist.is_initialized() else 1
+    trainer = make_trainer(strategy, max_steps=1, default_root_dir=str(folder), precision=precision, devices=count)
     trainer.fit(CausalLM({"config": config, "lora": lora or {}}), batches([{"input_ids": ids, "labels": ids}]))
     return trainer.strategy.plan
 
@@ -131,6 +142,37 @@ def test_an_estimate_with_slices_takes_what_training_plans_and_measures(
         (answer.device_bytes["total"], trained.device_bytes),
     ):
         assert mine == pytest.approx(theirs, rel=0.04 if precision == "bf16-mixed" else rel, abs=passing)
+
+
+@pytest.mark.parametrize(
+    ("slices", "precision", "settings"),
+    [
+        (ALL, "bf16-true", {"ulysses_size": 1, "zero_stage": 3}),
+        pytest.param(ATTENTION, "bf16-mixed", {"ulysses_size": 1}, marks=pytest.mark.slow),
+        pytest.param(ALL, "32-true", {"ulysses_size": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_an_estimate_with_slices_that_processes_share_takes_what_training_plans_and_measures(
+    tmp_path: Path, slices: Slices, precision: Precision, settings: dict[str, Any]
+) -> None:
+    """Planned sizes agree to the byte. What a ring sends and receives beside them counts in so small a model."""
+    shape, tokens = replace(SMALL, fused=FUSED), 16 * K
+    divided = {"context_parallel_size": 2, **settings}
+    trained = run_in_processes(2, train, tmp_path, shape, slices, tokens, precision, None, divided)[0]
+    request = EstimateRequest(
+        shape=shape, cluster=load_cluster("h100"), constants=constants_of("h100"), method="memo", gpus=2,
+        seq_len=tokens, batch_size=1, precision=precision, alpha=0.5, slices=slices, fused_kernels=FUSED,
+    )  # fmt: skip
+    parallel = Parallelism(cp=2, zero_stage=settings.get("zero_stage", 0))
+    measured, told = trained.costs, estimated_layer_costs(request, parallel)
+    for name in ("tokens", "input_bytes", "attention_bytes", "other_bytes"):
+        assert getattr(told, name) == getattr(measured, name), name
+    sizes, swap = bytes_of(precision, 2), trained.swap
+    assert slices.streamed_bytes(shape, sizes=sizes, plan=swap.storage).memory == swap.memory
+    answer = estimate(request, parallel)
+    assert answer.host_bytes == 2 * swap.memory.host
+    assert answer.device_bytes["total"] == pytest.approx(trained.device_bytes, rel=0.1)
 
 
 # ---- times
@@ -225,7 +267,7 @@ def test_nothing_is_offered_where_slices_do_not_help() -> None:
 @pytest.mark.parametrize(
     ("changes", "parallel", "words"),
     [
-        ({"gpus": 2}, Parallelism(tp=2), "tp, cp and pp must be 1"),
+        ({"gpus": 2}, Parallelism(tp=2), "tp and pp must be 1"),
         ({"gpus": 2, "batch_size": 2, "slices": BY_SLICE}, Parallelism(dp=2), "for one GPU"),
         ({"slices": BY_SLICE, "precision": "bf16-mixed"}, Parallelism(), "not estimated for precision=bf16-mixed"),
         ({"shape": load_model("gpt_7b")}, Parallelism(), "layers of Llama or Qwen3"),
