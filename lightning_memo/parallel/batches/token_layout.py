@@ -480,10 +480,12 @@ class CurrentLayout:
             batch is divided before any module gets it.
         largest_position: Returns the largest position of the batch, while the model gets some of its rows only;
             otherwise `None`.
+        is_whole: Whether the running forward is not divided, although others are.
     """
 
     def __init__(self) -> None:
         self.layout: TokenLayout | None = None
+        self.is_whole = False
         self.text_model: nn.Module | None = None
         self.largest_position: Callable[[], int] | None = None
         self._beside: CurrentLayout | None = None
