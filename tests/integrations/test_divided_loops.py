@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from support.architectures import vision_models
 from support.architectures.vision_models import images_in_text
-from support.devices import DEVICE
+from support.devices import DEVICE, skip_ring_on_cuda
 from support.families import BALANCED, FAMILIES, VOCABULARY
 from support.markers.slow import slow_if
 from support.modes import BY_KIND
@@ -138,12 +138,12 @@ def alone(family: str, loss_of: Loss) -> Outcome:
 CASES = [
     (2, "ddp", "llama", by_the_model, RING | HALF),
     (2, "ddp", "llama", by_logits, ULYSSES | CHUNKS),
-    (4, "fsdp2", "llama", by_the_model, RING | HALF),
+    (4, "fsdp2", "llama", by_the_model, ULYSSES | HALF),
     (2, "fsdp2", "llama", by_logits, RING | HALF | CHUNKS),
     (2, "fsdp2", "llama", by_the_model, ULYSSES | HIDDEN),
     (2, "ddp", "llama", by_the_model, RING | HIDDEN),
     (2, "ddp", "llama", by_the_model, RING | {"test_mode": BY_KIND, "device_memory": "0.8MiB"}),
-    (4, "ddp", "llama", by_logits, ULYSSES | HALF),
+    (4, "ddp", "llama", by_logits, RING | HALF),
     (2, "ddp", "gemma3_mixed_windows", by_the_model, RING | HALF),
     (2, "ddp", "mixtral_balanced", by_the_model, ULYSSES | HALF),
     (2, "ddp", "qwen2_5_vl", by_the_model, RING | HALF),
@@ -151,10 +151,11 @@ CASES = [
 ]
 
 
-@slow_if(lambda case: case not in CASES[:3])
+@slow_if(lambda case: case not in CASES[:2])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, (*case[:3], case[3].__name__, *case[4]))))
 def test_processes_that_share_rows(case: tuple[int, str, str, Loss, dict[str, Any]]) -> None:
     processes, kind, family, loss_of, settings = case
+    skip_ring_on_cuda(settings)
     losses, norms, weights = alone(family, loss_of)
     outcomes = run_in_processes(processes, of_rank, kind, family, loss_of, settings)
     means = [sum(of_step) / processes for of_step in zip(*(o[0] for o in outcomes), strict=True)]
@@ -207,6 +208,7 @@ def refusals() -> dict[str, str]:
 
 
 def test_refusals() -> None:
+    skip_ring_on_cuda(RING)
     for lines in run_in_processes(2, refusals):
         assert not any("\n" in line for line in lines.values())
         assert "nothing averages them over all 2 processes: wrap the model by" in lines["not averaged"]
