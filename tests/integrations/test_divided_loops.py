@@ -18,6 +18,7 @@ from support.markers.slow import slow_if
 from support.modes import BY_KIND
 from support.processes import run_in_processes
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -143,6 +144,8 @@ CASES = [
     (2, "fsdp2", "llama", by_the_model, ULYSSES | HIDDEN),
     (2, "ddp", "llama", by_the_model, RING | HIDDEN),
     (2, "ddp", "llama", by_the_model, RING | {"test_mode": BY_KIND, "device_memory": "0.8MiB"}),
+    (2, "fsdp2", "gemma3_mixed_windows", by_the_model, ULYSSES | CHUNKS),  # with a soft cap
+    (4, "ddp", "llama_gqa", by_logits, ULYSSES | CHUNKS),
     (4, "ddp", "llama", by_logits, RING | HALF),
     (2, "ddp", "gemma3_mixed_windows", by_the_model, RING | HALF),
     (2, "ddp", "mixtral_balanced", by_the_model, ULYSSES | HALF),
@@ -164,6 +167,30 @@ def test_processes_that_share_rows(case: tuple[int, str, str, Loss, dict[str, An
         assert found_norms == pytest.approx(norms, rel=1e-5)
         for t, expected in zip(found, weights, strict=True):
             torch.testing.assert_close(t, expected, rtol=1e-5, atol=1e-6)
+
+
+def computed_by_the_head(loss_of: Loss) -> list[int]:
+    """Return the number of tokens of which this process computes logits in the first step, and of all tokens."""
+    model: Any = build("llama")
+    batch, counted = batch_of("llama", 0), []
+    forward = model.lm_head.forward
+
+    def count(x: Tensor) -> Tensor:
+        if not isinstance(x, FakeTensor):  # of a proof
+            counted.append(x.shape[:-1].numel())
+        return forward(x)
+
+    model.lm_head.forward = count
+    wrapper = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with MemoLoop(wrapper, optimizer, **ULYSSES | CHUNKS):
+        loss_of(wrapper, batch, (batch["labels"][:, 1:] != -100).sum()).backward()
+    return [sum(counted), batch["labels"].numel()]
+
+
+def test_each_process_computes_some_of_the_logits() -> None:
+    for tokens, whole in run_in_processes(2, computed_by_the_head, by_the_model):
+        assert whole // 2 <= tokens < 0.6 * whole
 
 
 # ---- calls that are not divided, and refusals

@@ -131,7 +131,7 @@ class WholeRows:
             self._check_averaged()
         batch = {name: given[name] for name in _OF_LAYOUT if given.get(name) is not None}
         self._tokens = next(iter(batch.values())).shape[1] if batch else 0
-        self._current.layout = layout_of(batch)
+        self._current.layout, self._current.sharers = layout_of(batch), self._group
         self._router_losses.use(self._group)
 
     def _check_averaged(self) -> None:
@@ -199,12 +199,15 @@ class _Rows:
         parts = own.new_empty(self._size * own.shape[0], *own.shape[1:])
         all_gather_single(parts, own.contiguous(), group=self._group)
         places = self._order.argsort()[: self._tokens].to(own.device)
-        return torch.cat(parts.chunk(self._size), 1).index_select(1, places)
+        by_row = parts.unflatten(0, (self._size, -1)).transpose(0, 1).flatten(1, 2)  # a view of a single row
+        return by_row.index_select(1, places)
 
     def scatter_sum(self, whole: Tensor) -> Tensor:
         """Return this process's tokens of the sum over processes."""
-        padded = F.pad(whole, (0, 0, 0, self._padding))
-        parts = torch.cat(padded.index_select(1, self._order.to(whole.device)).chunk(self._size, 1))
+        if self._padding:
+            whole = F.pad(whole, (0, 0, 0, self._padding))
+        by_row = whole.index_select(1, self._order.to(whole.device)).unflatten(1, (self._size, -1))
+        parts = by_row.transpose(0, 1).flatten(0, 1)
         own = parts.new_empty(whole.shape[0], *parts.shape[1:])
         reduce_scatter_single(own, parts, group=self._group)
         return own
