@@ -159,6 +159,8 @@ CASES = [
 def test_processes_that_share_rows(case: tuple[int, str, str, Loss, dict[str, Any]]) -> None:
     processes, kind, family, loss_of, settings = case
     skip_ring_on_cuda(settings)
+    if DEVICE.type == "cuda" and "slice_tokens" in settings:
+        pytest.skip("slices with keys on the host take half precision on CUDA")
     losses, norms, weights = alone(family, loss_of)
     outcomes = run_in_processes(processes, of_rank, kind, family, loss_of, settings)
     means = [sum(of_step) / processes for of_step in zip(*(o[0] for o in outcomes), strict=True)]

@@ -167,9 +167,11 @@ class WholeRows:
                     f"{class_name(text_model)} returns {name}, which would be computed from this process's tokens: "
                     "leave them out, or set context_parallel_size=1"
                 )
-        # A cache has the keys of this process's tokens.
+        # A cache has the keys of this process's tokens; router logits are summed over the processes.
         kept = {name: value for name, value in output.items() if name != "past_key_values"}
-        return type(output)(**tree_map_only(Tensor, whole, kept))
+        return type(output)(
+            **{k: v if k == "router_logits" else tree_map_only(Tensor, whole, v) for k, v in kept.items()}
+        )
 
 
 def _averages_shards(model: nn.Module) -> bool:
