@@ -245,7 +245,7 @@ class MemoConfig:
 
     def _check_stream(self) -> None:
         _check_choice("stream_from_host", self.stream_from_host, STREAMS)
-        if self._streams and self.slice_tokens == "auto":
+        if self.streams and self.slice_tokens == "auto":
             raise ValueError(
                 f'stream_from_host="{self.stream_from_host}" needs slices: give slice_tokens, the most tokens that a '
                 "layer may touch at once, like slice_tokens=8192"
@@ -260,7 +260,7 @@ class MemoConfig:
                 )
 
     @property
-    def _streams(self) -> bool:
+    def streams(self) -> bool:
         """Whether tensors are to stream from the host for certain."""
         return self.stream_from_host not in ("auto", "none")
 

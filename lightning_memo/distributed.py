@@ -374,7 +374,7 @@ class DistributedStrategy(CheckpointingStrategy):
         if processes.pipeline is not None:
             self.precision_plugin.holders = processes.pipeline.holders
             self._divided.callback(replace_forward(*processes.pipeline.run_of(model)))
-        outside = self.config.context_parallel_size > 1 and self.config.stream_from_host not in ("auto", "none")
+        outside = self.config.context_parallel_size > 1 and self.config.streams
         processes.prepare_batches(model, self._slice_bounds, outside, hands_states=may_hand_states(model))
         self._model_is_divided = True
         self._read_weights()

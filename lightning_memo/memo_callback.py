@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from typing import Any
+from typing import Any, Final
 
+import accelerate
+from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import AcceleratorState
 from accelerate.utils import DynamoBackend
+from packaging.version import Version
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
@@ -25,7 +29,8 @@ class MemoCallback(TrainerCallback):
         trainer.train()
 
     The plan is written to the `output_dir` of the trainer. A forward that runs out of device memory is run again with
-    less; a backward is not.
+    less; a backward is not. With `context_parallel_size`, neighbouring processes get the same rows for training, and
+    share their tokens; evaluation is not divided. The callback is then one of those that `Trainer(...)` is given.
 
     Args:
         settings: As for :class:`~lightning_memo.MemoLoop`.
@@ -46,7 +51,7 @@ class MemoCallback(TrainerCallback):
             near = difflib.get_close_matches(unknown, known, n=1)
             remedy = f"did you mean {near[0]}?" if near else f"give {', '.join(known)}"
             raise TypeError(f"{unknown}={settings[unknown]!r} is no setting of MemoCallback: {remedy}")
-        MemoLoop.check(settings)
+        self._sharing = _SharedRows(MemoLoop.check(settings).context_parallel_size)
         self._settings = settings
         self.loop: MemoLoop | None = None
 
@@ -56,6 +61,16 @@ class MemoCallback(TrainerCallback):
         return None if self.loop is None else self.loop.plan
 
     @override
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._sharing.begin(args)
+
+    @override
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._sharing.refuse_evaluation()
+
+    @override
     def on_train_begin(
         self,
         args: TrainingArguments,
@@ -63,10 +78,12 @@ class MemoCallback(TrainerCallback):
         control: TrainerControl,
         model: nn.Module | None = None,
         optimizer: Optimizer | None = None,
+        train_dataloader: Any = None,
         **kwargs: Any,
     ) -> None:
         self.close()
         _refuse(args)
+        self._sharing.end(train_dataloader)
         assert model is not None and optimizer is not None
         self.loop = MemoLoop(model, optimizer, output_dir=args.output_dir, **self._settings)
         self.loop.__enter__()
@@ -81,6 +98,101 @@ class MemoCallback(TrainerCallback):
         """Restore the model, and release all memory. The end of training does it; after an exception nothing does."""
         if self.loop is not None and self.loop.is_active:
             self.loop.__exit__(None, None, None)
+
+
+# The first version with which trainers pass a configuration of its mesh on.
+_WITH_MESHES: Final = Version("1.12.0")
+
+
+class _SharedRows:
+    """Lets Accelerate give the processes that share the tokens of a row the same rows of the data for training.
+
+    Accelerate gives the same batch to processes that differ in the dimension "cp" of its mesh only. It has such a mesh
+    from the construction of a trainer, in which callbacks are told for the first time, until the loader of the training
+    data is made. Loaders for evaluation divide the data among all processes, as without the callback.
+
+    Args:
+        size: Context-parallel size.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._before: tuple[Any, Any] | None = None
+
+    def begin(self, args: TrainingArguments) -> None:
+        """Set the mesh.
+
+        Raises:
+            ValueError: The processes or the arguments of the trainer do not allow it.
+        """
+        if self._size == 1:
+            return
+        if Version(accelerate.__version__) < _WITH_MESHES:
+            raise ValueError(
+                f"context_parallel_size={self._size} needs accelerate {_WITH_MESHES} or later, and "
+                f"{accelerate.__version__} is installed: pip install --upgrade accelerate"
+            )
+        if getattr(args, "precompute_ref_log_probs", False):
+            raise ValueError(
+                f"precompute_ref_log_probs=True contradicts context_parallel_size={self._size}: each row would be "
+                "counted more than once; set precompute_ref_log_probs=False"
+            )
+        state = AcceleratorState()
+        config, processes = state.parallelism_config, state.num_processes
+        if config is not None and config.non_data_parallel_size > 1:
+            raise ValueError(
+                f"parallelism_config divides rows or weights already, and context_parallel_size={self._size} divides "
+                "tokens: leave cp_size, sp_size and tp_size out of it"
+            )
+        replicas = 1 if config is None or config.dp_shard_size == 1 else config.dp_replicate_size
+        if processes // replicas % self._size:
+            among = "" if replicas == 1 else f" in each of {replicas} replicas"
+            raise ValueError(
+                f"context_parallel_size={self._size} does not divide the {processes // replicas} processes{among}: "
+                f"start a multiple of {self._size}, or lower it"
+            )
+        shape = (replicas, processes // replicas // self._size, self._size)
+        mesh = init_device_mesh(state.device.type, shape, mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
+        mesh["dp_shard", "cp"]._flatten("dp_shard_cp")  # over which FSDP2 shards
+        self._before = state.device_mesh, config
+        state.device_mesh = mesh
+        state.parallelism_config = config or accelerate.ParallelismConfig(dp_shard_size=processes)
+
+    def end(self, loader: Any) -> None:
+        """Set the mesh that was there before.
+
+        Args:
+            loader: The loader of the training data.
+
+        Raises:
+            ValueError: The loader gives each process rows of its own.
+        """
+        if self._size == 1:
+            return
+        if self._before is None:
+            raise ValueError(
+                f"MemoCallback(context_parallel_size={self._size}) shares out the rows of one training: make a new "
+                "Trainer with callbacks=[MemoCallback(...)] for each call of train(), without auto_find_batch_size"
+            )
+        state = AcceleratorState()
+        (state.device_mesh, state.parallelism_config), self._before = self._before, None
+        if isinstance(loader, DataLoaderDispatcher):
+            raise ValueError(
+                f"the first process divides the rows of an iterable dataset, and context_parallel_size={self._size} "
+                'needs whole ones: set accelerator_config={"dispatch_batches": False} in the trainer\'s arguments'
+            )
+
+    def refuse_evaluation(self) -> None:
+        """Refuse an evaluation before the training.
+
+        Raises:
+            ValueError: The loader of the training data has not been made yet.
+        """
+        if self._before is not None:
+            raise ValueError(
+                f"context_parallel_size={self._size}: an evaluation before train() would count rows more than once: "
+                "evaluate after it, or set eval_on_start=True"
+            )
 
 
 def _refuse(args: TrainingArguments) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import Self
@@ -22,15 +24,16 @@ from lightning_memo.artifacts.plan import Plan
 from lightning_memo.config import MemoConfig, refusing_gone
 from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.modules.layer_forward import replace_forward, untraced
+from lightning_memo.engine.recurrence import may_hand_states
 from lightning_memo.loss.lazy_logits import LazyLogits
-from lightning_memo.parallel.batches.token_layout import CurrentLayout
-from lightning_memo.parallel.parallel_sizes import ParallelSizes
-from lightning_memo.parallel.ranks import Ranks, processes_on_this_node
+from lightning_memo.parallel.parallel_sizes import resolve_sizes
+from lightning_memo.parallel.processes import Processes
 from lightning_memo.runtime.memory_planner import MemoryPlanner
-from lightning_memo.runtime.start_engine import check_machine, start_engine
+from lightning_memo.runtime.start_engine import check_machine, refuse_fp8_at_calls, start_engine
 from lightning_memo.runtime.training_runtime import TrainingRuntime
 from lightning_memo.utils.around_forward import is_in_backward, why_without_hooks
 from lightning_memo.utils.class_names import class_name
+from lightning_memo.utils.find_layers import select_layers
 
 
 class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
@@ -54,7 +57,11 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
         model: The model that the loop calls.
         optimizer: Its optimizer, or a list of them.
         output_dir: Folder for `memo_plan.json`. `None` writes no file.
-        alpha: As for `MemoStrategy`, like all that follows.
+        context_parallel_size: Number of neighbouring processes that share the tokens of a row. They give the model the
+            same rows, get its outputs of whole rows, and compute the same loss; gradients have to be averaged over all
+            processes (`DistributedDataParallel`, FSDP2). Forwards without gradients in evaluation mode, and those with
+            a key-value cache, are not divided.
+        ulysses_size: As for `MemoStrategy`, like all that follows.
 
     Raises:
         ValueError: A setting is wrong, or contradicts another one.
@@ -67,6 +74,9 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
         optimizer: Optimizer | Sequence[Optimizer],
         *,
         output_dir: str | Path | None = None,
+        # parallelism
+        context_parallel_size: int = 1,
+        ulysses_size: int | str = 1,
         # memory
         alpha: float | str = "auto",
         device_memory: str | int | None = None,
@@ -100,6 +110,7 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
         self._output_dir, self._test_mode = output_dir, test_mode
         self._runtime: TrainingRuntime | None = None
         self._batches: _LoopBatches | None = None
+        self._divided = contextlib.ExitStack()
         self._ended = False
 
     @staticmethod
@@ -130,6 +141,16 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
         return self._runtime is not None and not self._ended
 
     @property
+    def data_parallel_size(self) -> int:
+        """Number of groups of processes that get different rows."""
+        return resolve_sizes(self.config, dist.get_world_size() if dist.is_initialized() else 1).data
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Index of the rows that this process gets, for example as the rank of a `DistributedSampler`."""
+        return dist.get_rank() // self.config.context_parallel_size if dist.is_initialized() else 0
+
+    @property
     def plan(self) -> Plan | None:
         """The plan in force; `None` until the first batch is over."""
         return None if self._runtime is None else self._runtime.plan
@@ -151,8 +172,12 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
         if not hasattr(rank_zero_only, "rank"):
             rank_zero_only.rank = dist.get_rank() if dist.is_initialized() else 0  # type: ignore[attr-defined]
         device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
-        processes = _LoopProcesses.initialized()
-        engine = start_engine(self._model, self.config, device, processes, True, self._test_mode)
+        processes = _processes_of(self.config, device)
+        with contextlib.ExitStack() as divided:
+            if processes is not None and processes.sizes.context > 1:
+                self._divide(processes, divided)
+            engine = start_engine(self._model, self.config, device, processes, True, self._test_mode)
+            self._divided = divided.pop_all()
         run = _LoopRun(self._model, self._optimizers, self._output_dir)
         self._runtime = TrainingRuntime(engine, self._model, self.config, processes, run)
         self._batches = _LoopBatches(self._model, engine, self._optimizers, self._runtime, run)
@@ -163,6 +188,22 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
             self._stop()
             raise
         return self
+
+    def _divide(self, processes: Processes, until: contextlib.ExitStack) -> None:
+        """Divide the tokens of the model's forwards among the processes.
+
+        Raises:
+            ValueError: They cannot be divided.
+        """
+        model, config = self._model, self.config
+        layers = functools.partial(select_layers, model, config.layers, config.one_stack)
+        refuse_fp8_at_calls(model, layers, config.why_not_fp8, until)
+
+        def bounds_of(batch: int, tokens: int) -> tuple[int, ...]:
+            assert self._runtime is not None
+            return self._runtime.engine.bounds_for(batch, tokens) if torch.is_grad_enabled() else ()
+
+        processes.attach_rows(model, layers, bounds_of, config.streams, may_hand_states(model), until)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -184,6 +225,7 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
         self._ended = True
         self._batches.detach()
         self._runtime.close(self._model)
+        self._divided.close()
 
     def step(self, forward: Callable[[], Tensor], backward: Callable[[Tensor], object] = Tensor.backward) -> Tensor:
         """Run the forward and the backward of a batch. If the device runs out of memory, they run again with less.
@@ -283,31 +325,19 @@ class _LoopRun:
         raise AssertionError("a loop has no loggers")
 
 
-@dataclass(frozen=True, slots=True)
-class _LoopProcesses:
-    """The processes of a loop, each with batches of its own. The loop divides the model and averages gradients.
+def _processes_of(config: MemoConfig, device: torch.device) -> Processes | None:
+    """Return the processes of the default group; `None` if there is only this one. All processes call it.
 
-    Attributes:
-        sizes: Data, context and tensor parallel sizes.
-        ranks: The ranks that must use the same plan.
-        current_layout: Holds no layout: each process has all tokens of its batches.
-        context_groups: None, as no tokens are divided.
+    Raises:
+        ValueError: The context-parallel size does not divide their number.
     """
-
-    sizes: ParallelSizes
-    ranks: Ranks
-    current_layout: CurrentLayout = field(default_factory=CurrentLayout)
-    context_groups: None = None
-
-    @classmethod
-    def initialized(cls) -> _LoopProcesses | None:
-        """Return the processes of the default group; `None` if there is only this one. All processes call it."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return None
-        count = dist.get_world_size()
-        # Whether the loop shards its state is not known; bytes are measured.
-        ranks = Ranks(f"dp{count} of a loop", processes_on_this_node(), slice_group=None, world=True)
-        return cls(ParallelSizes(data=count), ranks)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        resolve_sizes(config, 1)
+        return None
+    processes = Processes(config, device, default_pg_timeout)
+    # Whether the loop shards its state is not known; bytes are measured.
+    processes.ranks = replace(processes.ranks, parallel=f"{processes.ranks.parallel} of a loop")
+    return processes
 
 
 class _LoopBatches:

@@ -375,7 +375,7 @@ class Engine:
     def _run_plainly(self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a layer as it is; its attention may need the tokens of other processes or of earlier slices."""
         lazy = any(isinstance(t, OffloadedTensor) for t in tree_leaves((args, kwargs)))
-        if not self.settings.divided and not lazy:
+        if not self.sharing.divides_now and not lazy:
             return forward(*args, **kwargs)
         x, call = self.sharing.read_call(layer, forward, args, kwargs)
         streamed = self.swap is None or self.swap.streamed

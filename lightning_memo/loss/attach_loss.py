@@ -25,6 +25,7 @@ from lightning_memo.engine.modules.token_local_modules import Forward, GradientS
 from lightning_memo.engine.token_locality.prove_locality import ModuleProofs
 from lightning_memo.loss.lazy_logits import LazyLogits
 from lightning_memo.loss.logits_recipe import Head
+from lightning_memo.parallel.batches.token_layout import CurrentLayout
 from lightning_memo.parallel.local_tensors import awaited
 from lightning_memo.utils.around_forward import is_watched
 from lightning_memo.utils.find_layers import find_hugging_face, find_stacks
@@ -42,6 +43,7 @@ def attach_chunked_loss(
     shards: int = 1,
     vocabulary_parts: int = 1,
     warn: Callable[[str], object] = warnings.warn,
+    current: CurrentLayout | None = None,
 ) -> list[Callable[[], None]]:
     """Give every Hugging Face model inside `model` lazy logits, and run its last norm in chunks.
 
@@ -55,10 +57,12 @@ def attach_chunked_loss(
         shards: Number of sequence-parallel ranks, each with its own part of the tokens of every row.
         vocabulary_parts: Number of processes that share the logits of a token.
         warn: Issues a warning.
+        current: Holds the processes that share the tokens of whole rows, if some do.
 
     Returns:
         Functions that undo the change.
     """
+    current = current or CurrentLayout()
     undo: list[Callable[[], None]] = []
     for host in find_hugging_face(model):
         head = getattr(host, "get_output_embeddings", lambda: None)()
@@ -78,14 +82,16 @@ def attach_chunked_loss(
         if isinstance(tokens, str):
             tokens = max(1, CHUNK_BYTES // (4 * -(-vocabulary // vocabulary_parts)))
         own = Head(head, head.forward, max(1, tokens // shards), shards, vocabulary_parts)
-        undo += [_attach_head(own, vocabulary, warn), _count_steps(head)]
+        undo += [_attach_head(own, vocabulary, warn, current), _count_steps(head)]
         norm = find_last_norm(host, hidden)
         if norm is not None:
             undo.append(attach_chunks(norm, max(1, tokens // shards)))
     return undo
 
 
-def _attach_head(head: Head, vocabulary: int, warn: Callable[[str], object]) -> Callable[[], None]:
+def _attach_head(
+    head: Head, vocabulary: int, warn: Callable[[str], object], current: CurrentLayout
+) -> Callable[[], None]:
     proofs, warned = ModuleProofs(), set[str]()
 
     def run(module: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +106,7 @@ def _attach_head(head: Head, vocabulary: int, warn: Callable[[str], object]) -> 
                     "loss_chunk_tokens=None does the same without this warning"
                 )
             return forward(*args)
-        return LazyLogits.of(replace(head, forward=forward), args[0], vocabulary)
+        return LazyLogits.of(replace(head, forward=forward, sharers=current.sharers), args[0], vocabulary)
 
     return replace_forward(head.module, run)
 

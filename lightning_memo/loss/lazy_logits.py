@@ -31,7 +31,6 @@ from lightning_memo.engine.memory.saved_storages import NotedTensor, version_of
 from lightning_memo.loss.chunked_logits import (
     Pointwise,
     TokenFunction,
-    chunked_cross_entropy,
     normalising,
     rows_of_parts,
     token_function,
@@ -400,7 +399,7 @@ class LazyLogits(Tensor):
         if not usual or self.dim() != 2 or target.shape != self.shape[:1] or target.is_floating_point():
             return NotImplemented
         with torch.set_grad_enabled(self._recipe.tracked and torch.is_grad_enabled()):
-            loss = chunked_cross_entropy(self._recipe.in_chunks(), self._recipe.x, target, ignore_index, reduction)
+            loss = self._recipe.cross_entropy(target, ignore_index, reduction)
             if not torch.is_autocast_enabled(self.device.type):
                 loss = loss.to(self.dtype)
             return self._recipe.head.replicated(loss)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -16,7 +18,15 @@ from lightning_memo.engine.memory.saved_storages import NotedTensor, byte_sums
 from lightning_memo.engine.modules.token_local_modules import Forward, TokenLocal, chunk_tokens_of, chunks
 from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.engine.state.forward_state import ForwardState
-from lightning_memo.loss.chunked_logits import ChunkedLogits, OfTokens, Pointwise, gradients_of_logits, token_values
+from lightning_memo.loss.chunked_logits import (
+    ChunkedLogits,
+    OfTokens,
+    Pointwise,
+    chunked_cross_entropy,
+    gradients_of_logits,
+    token_values,
+)
+from lightning_memo.loss.shared_tokens import Shares
 from lightning_memo.parallel.tensor.sharded_logits import replicated
 from lightning_memo.utils.around_forward import without_saved_tensors_hooks
 
@@ -42,6 +52,8 @@ class Head:
         chunk_tokens: Number of this process's tokens whose logits exist at the same time.
         shards: Number of sequence-parallel ranks, each with its own part of the tokens of every row.
         parts: Number of processes that share the logits of a token; if more than one, the logits are a `DTensor`.
+        sharers: The processes that have the same hidden states, and compute values of some of the tokens each; `None`
+            if there are no others.
     """
 
     module: nn.Module
@@ -49,6 +61,7 @@ class Head:
     chunk_tokens: int
     shards: int = 1
     parts: int = 1
+    sharers: dist.ProcessGroup | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -198,8 +211,33 @@ class Recipe:
         # Functions of all logits of a token, and their gradients, need some copies of a chunk.
         logits = replace(logits, chunk_tokens=max(1, logits.chunk_tokens // _COPIES))
         dims = len(self.leading)
-        found = token_values(logits, self.x, values_of, [t.flatten(0, dims - 1) for t in arguments])
+        flat = [t.flatten(0, dims - 1) for t in arguments]
+        if (shares := self.shares()) is None:
+            found = token_values(logits, self.x, values_of, flat)
+        else:
+            x, *flat = (shares.own(t) for t in (self.x.flatten(0, -2), *flat))
+            found = tuple(map(shares.gathered, token_values(logits, x, values_of, flat)))
         return tuple(t.reshape(*self.leading, *t.shape[1:]) for t in found)
+
+    def cross_entropy(self, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
+        """Return the cross-entropy of the tokens, as :func:`chunked_cross_entropy` does."""
+        logits = self.in_chunks()
+        if (shares := self.shares()) is None:
+            return chunked_cross_entropy(logits, self.x, target, ignore_index, reduction)
+        x = shares.own(self.x.flatten(0, -2))
+        total = shares.summed(chunked_cross_entropy(logits, x, shares.own(target), ignore_index, "sum"))
+        return total if reduction == "sum" else total / (target != ignore_index).sum()
+
+    def shares(self) -> Shares | None:
+        """Return the shares of processes in the tokens; `None` if each computes all of them.
+
+        Values that need no gradients may be those of one process only, which logs them, for example.
+        """
+        group, tokens = self.head.sharers, math.prod(self.leading)
+        tracked = self.tracked and torch.is_grad_enabled() and bool(self.x.requires_grad or self.trained)
+        if group is None or not tracked or tokens < dist.get_world_size(group) ** 2:  # each has some of more tokens
+            return None
+        return Shares(tokens, group)
 
     def joined(self, other: Recipe, function: Callable[[Tensor, Tensor], Tensor]) -> Recipe | None:
         """Return the recipe of a function of these logits and of others; `None` if another call of the head made them.

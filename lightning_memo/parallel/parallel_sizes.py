@@ -78,8 +78,8 @@ def resolve_sizes(config: MemoConfig, processes: int) -> ParallelSizes:
         named += f" x pipeline_parallel_size={pipeline}"
     if processes % others:
         raise ValueError(
-            f"{named} = {others} does not divide the {processes} processes: start a multiple of {others} (Trainer "
-            "devices x num_nodes), or lower one"
+            f"{named} = {others} does not divide the {processes} processes: start a multiple of {others} "
+            "(torchrun, or Trainer devices x num_nodes), or lower one"
         )
     data = processes // others
     _check_expert_size(config.expert_parallel_size, data, context)

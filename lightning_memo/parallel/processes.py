@@ -25,6 +25,7 @@ from lightning_memo.parallel.batches.loss_arguments import (
     why_loss_unfit,
 )
 from lightning_memo.parallel.batches.shard_batch import (
+    Batch,
     BatchSharder,
     TextModelInputs,
     check_even,
@@ -36,7 +37,8 @@ from lightning_memo.parallel.batches.shard_batch import (
     split_iterable,
     trains_beside,
 )
-from lightning_memo.parallel.batches.token_layout import CurrentLayout, separate_documents
+from lightning_memo.parallel.batches.token_layout import CurrentLayout, TokenLayout, separate_documents
+from lightning_memo.parallel.batches.whole_rows import WholeRows
 from lightning_memo.parallel.context_parallel import ContextGroups
 from lightning_memo.parallel.device_mesh import (
     CONTEXT,
@@ -226,6 +228,38 @@ class Processes:
         stack.callback(self.current_layout.clear)
         self._outside = [unit for unit in module.children() if isinstance(unit, FSDPModule)]
 
+    def attach_rows(
+        self,
+        model: nn.Module,
+        layers: Callable[[], Sequence[nn.Module]],
+        bounds_of: Callable[[int, int], tuple[int, ...]],
+        global_slices: bool,
+        hands_states: bool,
+        stack: contextlib.ExitStack,
+    ) -> None:
+        """Divide the tokens of each forward of a model that gets and returns whole rows, until `stack` is closed.
+
+        Args:
+            model: Model that is trained.
+            layers: Returns its repeated layers.
+            bounds_of: As for :meth:`prepare_batches`.
+            global_slices: As for :meth:`prepare_batches`.
+            hands_states: As for :meth:`prepare_batches`.
+            stack: Undoes everything when it is closed.
+
+        Raises:
+            ValueError: The tokens of the model cannot be divided.
+        """
+        rows = WholeRows(model, self.current_layout, self._router_losses, self.mesh[CONTEXT].get_group())
+        check_layers(model, rows.text_model, layers())
+
+        def layout_of(batch: Batch) -> TokenLayout:
+            self._check_readers(batch)
+            return self._sharder.layout_of(batch)
+
+        rows.attach(layout_of, stack)
+        self.prepare_batches(model, bounds_of, global_slices, hands_states)
+
     def after_step(self, module: nn.Module) -> None:
         """Forget copies of weights that a step of an optimizer has changed. All processes of a pipeline call this."""
         forget_gathered(module)
@@ -324,10 +358,7 @@ class Processes:
         Raises:
             ValueError: The batch cannot be divided, or ranks that compute the same sequences got different batches.
         """
-        if self._readers is not None:
-            if self._batches < _FIRST_CHECKS or self._batches % _CHECK_EVERY == 0:
-                check_same_batch(batch, self._readers, self.data_rank)
-            self._batches += 1
+        self._check_readers(batch)
         if training and self._experts is not None and self.sizes.shares_experts:
             check_same_size(batch, self._experts.homes.get_group(), self.sizes.expert)
         if training and self._trains_tower and self.sizes.data > 1:
@@ -343,6 +374,12 @@ class Processes:
         for unit in self._outside:  # a step may call a part of the model without the root
             unit.unshard()
         return batch
+
+    def _check_readers(self, batch: Any) -> None:
+        if self._readers is not None:
+            if self._batches < _FIRST_CHECKS or self._batches % _CHECK_EVERY == 0:
+                check_same_batch(batch, self._readers, self.data_rank)
+            self._batches += 1
 
 
 def _heads(model: nn.Module) -> tuple[int, int]:

@@ -33,7 +33,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,6 +55,7 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
+from lightning_memo.parallel.collectives import all_gather_single
 from lightning_memo.parallel.device_mesh import ExpertMeshes
 from lightning_memo.parallel.fsdp_units import fsdp_units, parameter_groups
 from lightning_memo.parallel.local_tensors import local_part
@@ -351,10 +352,6 @@ def _is_container(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
-# Newer versions of PyTorch have another name for it, and warn of the old one.
-_all_gather: Final = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
 def send_quantised(unit: FSDPModule, communication: str) -> None:
     """Send the weights of an FSDP2 unit with 8 bits, and their gradients with 8 or 4 bits.
 
@@ -481,11 +478,11 @@ class QuantisedAllGather(_InCallersMemory):
         """
         of_neighbours = group.size() < self._ranks
         if of_neighbours or group.size() == 1 or not input_tensor.is_floating_point():  # bytes of several dtypes
-            _all_gather(output_tensor, input_tensor, group)
+            all_gather_single(output_tensor, input_tensor, group)
             return
         sent = _quantise(input_tensor, WEIGHT_BITS)
         received = sent.new_empty(group.size() * len(sent))
-        _all_gather(received, sent, group)
+        all_gather_single(received, sent, group)
         for weights, part in zip(output_tensor.chunk(group.size()), received.chunk(group.size()), strict=True):
             Quantised(part, len(weights), WEIGHT_BITS).read(weights)
 

@@ -15,6 +15,7 @@ from lightning_memo.artifacts.plan import Plan
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.loss.attach_loss import attach_chunked_loss
+from lightning_memo.parallel.batches.token_layout import CurrentLayout
 from lightning_memo.parallel.local_tensors import explaining_divided_gradients, explaining_mixed_tensors
 from lightning_memo.parallel.parallel_sizes import ParallelSizes
 from lightning_memo.parallel.ranks import Ranks
@@ -66,9 +67,11 @@ class TrainingRuntime:
         self._host = HostMemoryWatch(engine, self._planner) if alone else None
         budgeted = config.device_memory is not None
         self._device = DeviceMemoryWatch(engine, self._planner, run) if budgeted else None
-        self._chunk_loss(model, config, sizes)
+        self._chunk_loss(model, config, sizes, None if processes is None else processes.current_layout)
 
-    def _chunk_loss(self, model: nn.Module, config: MemoConfig, sizes: ParallelSizes) -> None:
+    def _chunk_loss(
+        self, model: nn.Module, config: MemoConfig, sizes: ParallelSizes, current: CurrentLayout | None
+    ) -> None:
         if config.loss_chunk_tokens is None:
             return
         for undo in attach_chunked_loss(
@@ -77,6 +80,7 @@ class TrainingRuntime:
             shards=sizes.shards,
             vocabulary_parts=sizes.tensor,
             warn=rank_zero_warn,
+            current=current,
         ):
             self._attached.callback(undo)
 

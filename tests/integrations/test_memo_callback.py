@@ -11,85 +11,22 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DynamoBackend
-from datasets import Dataset
 from peft import LoraConfig
-from support.devices import DEVICE
-from support.families import FAMILIES
+from support.hf_trainers import ARGUMENTS, Outcome, of_rows, preferring, supervised, train
 from support.markers.slow import slow_if
 from support.modes import BY_KIND
 from support.processes import run_in_processes
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback, TrainingArguments
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from lightning_memo import MemoCallback
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.profiler import measured_costs
 
-LETTERS = [chr(ord("a") + n) for n in range(26)]
-STEPS = 5
-ARGUMENTS: dict[str, Any] = {
-    "per_device_train_batch_size": 2, "max_steps": STEPS, "report_to": [], "save_strategy": "no", "logging_steps": 1,
-    "use_cpu": DEVICE.type == "cpu", "learning_rate": 1e-2, "optim": "sgd", "disable_tqdm": True, "bf16": False,
-    "seed": 1, "gradient_checkpointing": False,
-}  # fmt: skip
-
 
 @pytest.fixture(autouse=True)
 def own_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ARGUMENTS, "output_dir", str(tmp_path))
-
-
-def build(family: str = "llama") -> Any:
-    torch.manual_seed(0)
-    return FAMILIES[family].build()
-
-
-def random_text(length: int) -> str:
-    return "".join(LETTERS[n] for n in torch.randint(0, len(LETTERS), (length,)).tolist())
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *LETTERS])}
-    letters = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=letters, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=256
-    )
-
-
-def rows(count: int = 24) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    ids = [torch.randint(3, 29, (40,), generator=generator) for _ in range(count)]
-    return [{"input_ids": t, "labels": t} for t in ids]
-
-
-class Outcome:
-    """What a trainer has logged and trained."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-        self.weights = {name: p.detach().cpu() for name, p in trainer.model.named_parameters()}
-
-    def compare(self, plain: Outcome) -> None:
-        assert len(self.logs) == len(plain.logs) == STEPS
-        for key in ("loss", "grad_norm"):
-            assert [entry[key] for entry in self.logs] == pytest.approx([entry[key] for entry in plain.logs], rel=2e-5)
-        for name, expected in plain.weights.items():
-            torch.testing.assert_close(self.weights[name], expected, rtol=1e-5, atol=1e-6, msg=name)
-
-
-def train(trainer: Trainer) -> Outcome:
-    torch.manual_seed(1)  # dropout
-    trainer.train()
-    return Outcome(trainer)
-
-
-def of_rows(memo: MemoCallback | None, family: str = "llama", **arguments: Any) -> Trainer:
-    callbacks = [] if memo is None else [memo]
-    data, settings = rows(), TrainingArguments(**ARGUMENTS | arguments)
-    return Trainer(build(family), settings, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks)
 
 
 @slow_if(
@@ -151,24 +88,6 @@ def test_two_processes() -> None:
         assert losses == pytest.approx(expected_losses, rel=2e-5)
         for name, t in expected.items():
             torch.testing.assert_close(weights[name], t, rtol=1e-5, atol=1e-6, msg=name)
-
-
-def supervised(memo: MemoCallback | None, adapter: LoraConfig | None) -> Trainer:
-    torch.manual_seed(2)
-    texts = Dataset.from_list([{"text": random_text(30 + n)} for n in range(16)])
-    return SFTTrainer(
-        build(), SFTConfig(**ARGUMENTS), train_dataset=texts, processing_class=tokenizer(), peft_config=adapter,
-        callbacks=[] if memo is None else [memo],
-    )  # fmt: skip
-
-
-def preferring(memo: MemoCallback | None, adapter: LoraConfig | None) -> Trainer:
-    torch.manual_seed(2)
-    pairs = [{"prompt": random_text(10), "chosen": random_text(20 + n), "rejected": random_text(15)} for n in range(16)]
-    return DPOTrainer(
-        build(), None if adapter else build(), DPOConfig(**ARGUMENTS), train_dataset=Dataset.from_list(pairs),
-        processing_class=tokenizer(), peft_config=adapter, callbacks=[] if memo is None else [memo],
-    )  # fmt: skip
 
 
 @pytest.mark.slow

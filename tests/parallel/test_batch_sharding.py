@@ -576,7 +576,7 @@ def test_processes_that_share_a_batch_must_have_got_the_same():
         else:
             assert message is not None, name
             assert "data-parallel rank 3 got different batches" in message
-            assert "trainer.strategy.data_parallel_rank" in message
+            assert "data_parallel_rank of trainer.strategy" in message
 
 
 # ---- streams

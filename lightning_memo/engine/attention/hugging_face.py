@@ -39,8 +39,11 @@ from lightning_memo.utils.user_errors import RefusedAtAnyLength
 ATTENTION_NAME = "lightning_memo"
 # Implementations of transformers for which a missing mask means full attention, and that get a mask in all other cases.
 _ALWAYS_MASKED = ("eager", "flex_attention")
+# Implementations of transformers that take documents from masks, and ignore the lengths that flash attention takes.
+_BY_MASKS = ("sdpa", *_ALWAYS_MASKED)
 # Arguments of attention functions that change the result and that no kernel computes.
-_NOT_COMPUTED = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "block_mask")
+_NOT_COMPUTED = ("position_bias", "block_mask")
+_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k")
 # Arguments that kernels compute without dropout.
 _WITHOUT_DROPOUT = ("softcap", "s_aux")
 
@@ -81,10 +84,12 @@ class _Host:
     Attributes:
         current: Holds the layout of the batches.
         always_masked: Whether the model's own attention ignores `is_causal`, so that causal attention needs a mask.
+        not_computed: Arguments of attention functions that change the result and that no kernel computes.
     """
 
     current: CurrentLayout
     always_masked: bool
+    not_computed: tuple[str, ...] = _NOT_COMPUTED
 
 
 def _restore_attention(models: Sequence[Any], names: Sequence[str]) -> None:
@@ -96,9 +101,10 @@ def _restore_attention(models: Sequence[Any], names: Sequence[str]) -> None:
 def _register(current: CurrentLayout, implementation: str) -> str:
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    host = _Host(current, implementation in _ALWAYS_MASKED)
+    by_masks = implementation in _BY_MASKS
+    host = _Host(current, implementation in _ALWAYS_MASKED, _NOT_COMPUTED + (() if by_masks else _LENGTHS))
     uncapped = implementation == "sdpa" and _sdpa_ignores_caps()
-    kind = "masked_" * host.always_masked + "uncapped_" * uncapped
+    kind = "masked_" * host.always_masked + "uncapped_" * uncapped + "lengths_" * (not by_masks)
     name = f"{ATTENTION_NAME}_{kind}{id(current):x}"  # `current` is held from now on, so its id stays its own
     AttentionInterface.register(name, functools.partial(_uncapped_attention if uncapped else _attention, host))
     AttentionMaskInterface.register(name, functools.partial(_mask, host))
@@ -191,7 +197,7 @@ def _attention(
         _check_among_processes(module, handler, attention_mask, sliding_window)
         if layout.ring * layout.ulysses * layout.shards > 1:
             _check_arguments_among_processes(module, kwargs)
-    why = _not_computed(attention_mask, dropout, kwargs)
+    why = _not_computed(host, attention_mask, dropout, kwargs)
     if not why and host.always_masked and (handler or torch.is_grad_enabled()) and _hides_all_keys(attention_mask):
         why = "a mask that hides all keys from some tokens"
     if why or (handler is None and (not isinstance(attention_mask, MaskPattern) or has_user_hooks())):
@@ -300,11 +306,11 @@ def _check_arguments_among_processes(module: nn.Module, arguments: dict[str, Any
             )
 
 
-def _not_computed(mask: Tensor | MaskPattern | None, dropout: float, arguments: dict[str, Any]) -> str:
+def _not_computed(host: _Host, mask: Tensor | MaskPattern | None, dropout: float, arguments: dict[str, Any]) -> str:
     """Return the argument of an attention call that kernels do not compute; empty if they compute all."""
     if isinstance(mask, Tensor) and mask.requires_grad:
         return "a mask that requires grad"
-    for name in _NOT_COMPUTED:
+    for name in host.not_computed:
         if arguments.get(name) is not None:
             return name
     given = [name for name in _WITHOUT_DROPOUT if arguments.get(name) is not None]

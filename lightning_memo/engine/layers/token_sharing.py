@@ -43,6 +43,11 @@ class TokenSharing:
         """Whether this process holds only some of the tokens of its sequences."""
         return self.context is not None or self.shards > 1
 
+    @property
+    def divides_now(self) -> bool:
+        """Whether this process holds only some of the tokens in the running forward."""
+        return self.divided and not self.current_layout.is_whole
+
     def read_call(
         self, layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tensor, LayerCall]:

@@ -376,14 +376,23 @@ def balancing_loss(
         rows = rows + counted.sum()
     sums = torch.cat([counts, probabilities, rows])
     if group is not None:
-        sums = _SumOverProcesses.apply(sums, group)
+        sums = sum_over_processes(sums, group)
     counts, probabilities, rows = sums.split(sizes)
     return (counts / rows * (probabilities / rows)).sum() * num_experts
 
 
-class _SumOverProcesses(torch.autograd.Function):
-    """The sum of a tensor over processes, all of which compute the same loss from it."""
+def sum_over_processes(t: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of a tensor over processes, all of which compute the same loss from it.
 
+    Args:
+        t: The tensor.
+        group: The processes. The mean of their gradients is the gradient of the loss.
+    """
+    total: Tensor = _SumOverProcesses.apply(t, group)
+    return total
+
+
+class _SumOverProcesses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.processes = dist.get_world_size(group)

@@ -117,9 +117,8 @@ class BatchSharder:
         if not self.cuts:
             return self._with_item_count(batch), None
         rows, tokens, device = _size(batch)
-        _check_tensors(batch, rows, tokens, self.in_model)
+        layout = self.layout_of(batch)
         targets = self._targets(batch, rows, tokens)
-        layout = self._layout(batch, rows, tokens)
         own = _OwnTokens(layout, device)
         part = copy.copy(batch)
         if not self.in_model:
@@ -133,7 +132,17 @@ class BatchSharder:
             part["num_items_in_batch"] = self._item_count(targets)
         return part, layout
 
-    def _layout(self, batch: Batch, rows: int, tokens: int) -> TokenLayout:
+    def layout_of(self, batch: Any) -> TokenLayout:
+        """Returns the layout of the tokens of a batch that is divided.
+
+        Args:
+            batch: Whole batch.
+
+        Raises:
+            ValueError: The batch cannot be divided. The message says why and what to do.
+        """
+        rows, tokens, _ = _size(batch)
+        _check_tensors(batch, rows, tokens, self.in_model)
         needed = multiple(self.ring, self.ulysses, self.shards)
         padded = -(-tokens // needed) * needed
         mask = batch.get("attention_mask")
@@ -545,7 +554,7 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup, data_rank: int) -> No
         raise ValueError(
             f"the {dist.get_world_size(group)} processes of data-parallel rank {data_rank} got different batches, but "
             "they share one: shuffle with a seeded sampler (seed_everything), and let a dataset that divides its data "
-            "by itself do so by trainer.strategy.data_parallel_rank, not by global rank"
+            "by itself do so by data_parallel_rank of trainer.strategy (or of MemoLoop), not by global rank"
         )
 
 

@@ -28,6 +28,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_memo.utils.class_names import class_name
@@ -480,17 +481,22 @@ class CurrentLayout:
             batch is divided before any module gets it.
         largest_position: Returns the largest position of the batch, while the model gets some of its rows only;
             otherwise `None`.
+        is_whole: Whether the running forward is not divided, although others are.
+        sharers: The processes that all get the last hidden states of whole rows in the running forward; `None` if no
+            others do.
     """
 
     def __init__(self) -> None:
         self.layout: TokenLayout | None = None
+        self.is_whole = False
+        self.sharers: dist.ProcessGroup | None = None
         self.text_model: nn.Module | None = None
         self.largest_position: Callable[[], int] | None = None
         self._beside: CurrentLayout | None = None
 
     def clear(self) -> None:
         """Reset the layout when no batch is in use."""
-        self.layout = None
+        self.layout = self.sharers = None
 
     @contextlib.contextmanager
     def of_rows(self, largest_position: Callable[[], int]) -> Iterator[None]:

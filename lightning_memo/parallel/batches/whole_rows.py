@@ -1,0 +1,227 @@
+"""Divides the tokens of a Hugging Face model's forwards among processes that all call it with the same whole rows.
+
+Note: [Whole rows in, whole rows out]
+A loop of the user's own calls a model with whole rows, and may compute any loss from what it returns. All processes of
+a group therefore make the same call. Tokens are divided where the text model begins, and its hidden states are gathered
+where it ends. Each process then computes the same loss of whole rows.
+
+The gradient of gathered hidden states is the sum over the processes, each of which has the whole one. Gradients of what
+a process computes on its own tokens are therefore as many times too large as there are processes, and those of the head
+are the whole ones. The mean over all processes, which DistributedDataParallel and FSDP2 take, is the gradient of one
+process in both cases.
+
+A forward that computes no gradients in evaluation mode is not divided: each process may have rows of its own, or be the
+only one that makes the call. Neither is a forward with a key-value cache, which generates text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+
+from lightning_memo.parallel.batches.loss_arguments import RouterLosses
+from lightning_memo.parallel.batches.shard_batch import Batch, TextModelInputs
+from lightning_memo.parallel.batches.token_layout import CurrentLayout, TokenLayout, why_positions_unknown
+from lightning_memo.parallel.collectives import all_gather_single, reduce_scatter_single
+from lightning_memo.utils.class_names import class_name
+from lightning_memo.utils.find_layers import find_hugging_face, find_text_model
+from lightning_memo.utils.retained_graph import first_derivative
+
+_OF_LAYOUT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+
+
+class WholeRows:
+    """Divides the tokens of each forward of a model, and gathers the hidden states; see the note above.
+
+    Args:
+        model: The model that a loop trains. It contains one Hugging Face model.
+        current: Holds the layout of the running forward.
+        router_losses: Computes load-balancing losses.
+        group: The processes that share the tokens of a row, in the order of their context-parallel ranks.
+
+    Attributes:
+        text_model: The module whose tokens are divided.
+
+    Raises:
+        ValueError: The tokens of the model cannot be divided.
+    """
+
+    def __init__(
+        self, model: nn.Module, current: CurrentLayout, router_losses: RouterLosses, group: dist.ProcessGroup
+    ) -> None:
+        hosts: list[Any] = find_hugging_face(model)
+        if len(hosts) != 1:
+            found = f"holds {len(hosts)} of them" if hosts else "holds none"
+            raise ValueError(
+                f"context_parallel_size divides the tokens of one model of transformers, and {class_name(model)} "
+                f"{found}: train one, or set context_parallel_size=1"
+            )
+        host = hosts[0]
+        if host.config.is_encoder_decoder:
+            raise ValueError(f"{class_name(host)} has an encoder and a decoder: set context_parallel_size=1")
+        if why := why_positions_unknown(host):
+            raise ValueError(
+                f"{class_name(host)} {why}, and would count the tokens that each process holds from 0: set "
+                "context_parallel_size=1"
+            )
+        self._host, self._model = host, model
+        self.text_model: nn.Module = find_text_model(model) or host.base_model
+        self._current, self._router_losses, self._group = current, router_losses, group
+        self._is_sharded = _averages_shards(model)
+        self._running: nn.Module | None = None
+        self._tokens = 0  # of the rows of the running forward
+
+    def attach(self, layout_of: Callable[[Batch], TokenLayout], stack: contextlib.ExitStack) -> None:
+        """Divide the tokens of all forwards until `stack` is closed.
+
+        Args:
+            layout_of: Returns the layout of a call's arguments. All processes of the group call it together.
+            stack: Undoes everything when it is closed.
+        """
+
+        def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self._running is None:
+                self._running = module
+                self._begin(module, args, kwargs, layout_of)
+
+        def end(module: nn.Module, *_: Any) -> None:
+            if self._running is module:
+                self._running = None
+                self._current.clear()
+                self._router_losses.use(None)
+
+        # A loss may call the text model without its head.
+        for module in dict.fromkeys((self._host, self.text_model)):
+            stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
+        stack.callback(TextModelInputs(self._current).attach(self.text_model))
+        stack.callback(self.text_model.register_forward_hook(self._gather).remove)
+        stack.callback(self._router_losses.attach(self._host))
+        for module in dict.fromkeys((self.text_model, self._host)):
+            stack.callback(module.register_forward_hook(end, always_call=True).remove)
+
+    def _begin(
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        layout_of: Callable[[Batch], TokenLayout],
+    ) -> None:
+        given = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+        trains, cached = torch.is_grad_enabled(), given.get("past_key_values") is not None
+        self._current.is_whole = not trains and (cached or not module.training)
+        if self._current.is_whole:
+            return
+        if cached:
+            raise ValueError(
+                f"{class_name(module)} was called with past_key_values and gradients, and no process has the keys of "
+                "all tokens: leave the cache out (no prefix tuning), or set context_parallel_size=1"
+            )
+        if trains:
+            self._check_averaged()
+        batch = {name: given[name] for name in _OF_LAYOUT if given.get(name) is not None}
+        self._tokens = next(iter(batch.values())).shape[1] if batch else 0
+        self._current.layout, self._current.sharers = layout_of(batch), self._group
+        self._router_losses.use(self._group)
+
+    def _check_averaged(self) -> None:
+        """Check that gradients are averaged over all processes.
+
+        Raises:
+            ValueError: They are not, as far as is known.
+        """
+        wrapper = DistributedDataParallel._get_active_ddp_module()
+        replicated = wrapper is not None and dist.get_world_size(wrapper.process_group) == dist.get_world_size()
+        if not (self._is_sharded or replicated):
+            raise ValueError(
+                f"context_parallel_size={dist.get_world_size(self._group)}: each process has the gradients of its own "
+                f"tokens, and nothing averages them over all {dist.get_world_size()} processes: wrap the model by "
+                "DistributedDataParallel or fully_shard over all of them, and call what wraps it"
+            )
+
+    def _gather(self, text_model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        layout = self._current.layout
+        if layout is None:
+            return None
+        rows = _Rows(layout, self._tokens, self._group)
+
+        def whole(t: Tensor) -> Tensor:
+            is_hidden = t.dim() == 3 and t.shape[1] == layout.local_tokens
+            return _Gathered.apply(t, rows) if is_hidden else t
+
+        if not isinstance(output, Mapping):
+            return tree_map_only(Tensor, whole, output)
+        for name in ("attentions", "pooler_output"):
+            if output.get(name) is not None:
+                raise ValueError(
+                    f"{class_name(text_model)} returns {name}, which would be computed from this process's tokens: "
+                    "leave them out, or set context_parallel_size=1"
+                )
+        # A cache has the keys of this process's tokens; router logits are summed over the processes.
+        kept = {name: value for name, value in output.items() if name != "past_key_values"}
+        return type(output)(
+            **{k: v if k == "router_logits" else tree_map_only(Tensor, whole, v) for k, v in kept.items()}
+        )
+
+
+def _averages_shards(model: nn.Module) -> bool:
+    """Return whether FSDP2 averages the gradients of all trained weights over all processes."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return all(isinstance(p, DTensor) and p.device_mesh.size() == dist.get_world_size() for p in trained)
+
+
+class _Rows:
+    """Whole rows, and the parts of them that processes have.
+
+    Args:
+        layout: Layout of the tokens.
+        tokens: Number of tokens of a row without the padding of the layout.
+        group: The processes, in the order of their ranks in the layout.
+    """
+
+    def __init__(self, layout: TokenLayout, tokens: int, group: dist.ProcessGroup) -> None:
+        self._group, self._size = group, dist.get_world_size(group)
+        self._tokens, self._padding = tokens, layout.tokens - tokens
+        ranks = (divmod(rank, layout.ulysses) for rank in range(self._size))
+        orders = [replace(layout, ring_rank=ring, ulysses_rank=ulysses).fed_order() for ring, ulysses in ranks]
+        self._order = torch.cat(orders)
+
+    def gather(self, own: Tensor) -> Tensor:
+        """Return the tokens of all processes, `[rows, tokens, ...]`, from those of this one."""
+        parts = own.new_empty(self._size * own.shape[0], *own.shape[1:])
+        all_gather_single(parts, own.contiguous(), group=self._group)
+        places = self._order.argsort()[: self._tokens].to(own.device)
+        by_row = parts.unflatten(0, (self._size, -1)).transpose(0, 1).flatten(1, 2)  # a view of a single row
+        return by_row.index_select(1, places)
+
+    def scatter_sum(self, whole: Tensor) -> Tensor:
+        """Return this process's tokens of the sum over processes."""
+        if self._padding:
+            whole = F.pad(whole, (0, 0, 0, self._padding))
+        by_row = whole.index_select(1, self._order.to(whole.device)).unflatten(1, (self._size, -1))
+        parts = by_row.transpose(0, 1).flatten(0, 1)
+        own = parts.new_empty(whole.shape[0], *parts.shape[1:])
+        reduce_scatter_single(own, parts, group=self._group)
+        return own
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, rows: _Rows) -> Tensor:
+        ctx.rows = rows
+        return rows.gather(own)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.rows.scatter_sum(gradient), None
