@@ -122,7 +122,7 @@ def test_recorded_trace_has_no_logits_of_all_tokens(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(planning, "cache_folder", lambda: tmp_path / "plans")
     largest = {}
     for tokens in (None, 8):
-        strategy = MemoStrategy(alpha=0.5, loss_chunk_tokens=tokens)
+        strategy = MemoStrategy(alpha=0.5, loss_chunk_tokens=tokens, plan_memory=True)
         module = LanguageModel(lambda: build("LlamaConfig", vocab_size=400))
         fit(strategy, module, loader(24, 512), max_steps=9, callbacks=[Waits()], default_root_dir=tmp_path)
         largest[tokens] = int(strategy.memory.trace.size.max())
