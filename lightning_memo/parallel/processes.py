@@ -250,8 +250,9 @@ class Processes:
         Raises:
             ValueError: The tokens of the model cannot be divided.
         """
-        rows = WholeRows(model, self.current_layout, self._router_losses, self.mesh[CONTEXT].get_group())
-        check_layers(model, rows.text_model, layers())
+        group, repeated = self.mesh[CONTEXT].get_group(), layers()
+        rows = WholeRows(model, repeated, self.current_layout, self._router_losses, group)
+        check_layers(model, rows.text_model, repeated)
 
         def layout_of(batch: Batch) -> TokenLayout:
             self._check_readers(batch)

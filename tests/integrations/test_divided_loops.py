@@ -22,9 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import DynamicCache
+from transformers import DynamicCache, OPTConfig, OPTForCausalLM
 
 from lightning_memo import MemoLoop
+from lightning_memo.utils.cache_names import CACHE_NAMES
 
 ROWS, STEPS, ACCUMULATED = 2, 3, 2
 RING, ULYSSES = ({"context_parallel_size": 2, "ulysses_size": size} for size in (1, 2))
@@ -195,11 +196,52 @@ def test_each_process_computes_some_of_the_logits() -> None:
         assert whole // 2 <= tokens < 0.6 * whole
 
 
+def gradients(model: nn.Module) -> list[Tensor]:
+    """Return the gradients of embeddings that the loop computes, and those of the weights."""
+    batch = batch_of("llama", 0)
+    generator = torch.Generator().manual_seed(0)
+    embeds = torch.randn(*batch["input_ids"].shape, 32, generator=generator).to(DEVICE).requires_grad_()
+    model(inputs_embeds=embeds, labels=batch["labels"]).loss.backward()
+    found = [embeds.grad, *(p.grad for p in model.parameters())]
+    return [t.cpu() for t in found if t is not None]
+
+
+def build_opt() -> nn.Module:
+    """A model whose head calls the decoder inside of the base model."""
+    torch.manual_seed(0)
+    config = OPTConfig(
+        hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY, dropout=0.0,
+        word_embed_proj_dim=32, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = OPTForCausalLM(config)
+    model.get_input_embeddings().weight.requires_grad_(False)
+    return model.to(DEVICE)
+
+
+def divided_gradients(settings: dict[str, Any]) -> list[Tensor]:
+    model = DistributedDataParallel(build_opt())
+    with MemoLoop(model, torch.optim.SGD(model.parameters(), lr=0.05), **settings):
+        return gradients(model)
+
+
+@pytest.mark.parametrize("settings", [RING | HALF, ULYSSES | CHUNKS], ids=["ring", "ulysses"])
+def test_gradients_of_embeddings_of_the_loop(settings: dict[str, Any]) -> None:
+    skip_ring_on_cuda(settings)
+    expected = gradients(build_opt())
+    for found in run_in_processes(2, divided_gradients, settings):
+        for t, of_one in zip(found, expected, strict=True):
+            torch.testing.assert_close(t, of_one, rtol=1e-5, atol=1e-6)
+
+
 # ---- calls that are not divided, and refusals
 
 
 def generated(model: Any) -> list[int]:
-    ids: list[int] = model.generate(batch_of("llama", 0)["input_ids"], max_new_tokens=4, do_sample=False)[0].tolist()
+    prompt = batch_of("llama", 0)["input_ids"]
+    mask = torch.ones_like(prompt)
+    mask[0, :5] = 0
+    settings = {"max_new_tokens": 4, "do_sample": False, "use_cache": True}
+    ids: list[int] = model.generate(prompt, attention_mask=mask, **settings).flatten().tolist()
     return ids
 
 
@@ -222,7 +264,8 @@ def refusals() -> dict[str, str]:
     attempt("not averaged", plain, lambda: plain(**batch))
     model = wrapped(build("llama"), "ddp")
     attempt("other rows", model, lambda: model(**batch_of("llama", 3 * dist.get_rank())))
-    attempt("cache", model, lambda: model(**batch, past_key_values=DynamicCache()))
+    for name in CACHE_NAMES:
+        attempt(name, model, lambda: model(**batch, **{name: DynamicCache()}))  # noqa: B023 called at once
     left = batch["input_ids"].new_ones(2, 41)
     left[:, 0] = 0
     attempt("padding on the left", model, lambda: model(**batch, attention_mask=left))
@@ -230,9 +273,11 @@ def refusals() -> dict[str, str]:
     attempt("no transformers", own, lambda: own(**batch))
     with MemoLoop(model, sgd(model), **RING) as memo:
         lines["groups"] = f"{memo.data_parallel_rank} of {memo.data_parallel_size}"
+        model(**batch).loss.backward()
         for training in (True, False):
             model.train(training)
-            lines["generated"] = "" if generated(model.module) == generated(plain.train(training)) else "other tokens"
+            is_same = generated(model.module) == generated(plain.train(training))
+            lines[f"generated, {training=}"] = "" if is_same else "other tokens"
     return lines
 
 
@@ -242,10 +287,12 @@ def test_refusals() -> None:
         assert not any("\n" in line for line in lines.values())
         assert "nothing averages them over all 2 processes: wrap the model by" in lines["not averaged"]
         assert "got different batches" in lines["other rows"]
-        assert "past_key_values and gradients" in lines["cache"]
+        for name in CACHE_NAMES:
+            assert "key-value cache and gradients" in lines[name]
         assert "pad on the right" in lines["padding on the left"]
         assert "context_parallel_size divides the tokens of one model of transformers" in lines["no transformers"]
-        assert (lines["groups"], lines["generated"]) == ("0 of 1", "")
+        assert lines["groups"] == "0 of 1"
+        assert lines["generated, training=True"] == lines["generated, training=False"] == ""
 
 
 def test_one_process_is_too_few() -> None:

@@ -40,6 +40,7 @@ from lightning_memo.parallel.batches.token_layout import (
 )
 from lightning_memo.parallel.fsdp_units import as_one_forward
 from lightning_memo.planner.token_slices import TokenRange
+from lightning_memo.utils.cache_names import CACHE_NAMES, given_cache
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face
 from lightning_memo.utils.user_errors import is_own_refusal
@@ -172,7 +173,7 @@ def _documents_of(model: nn.Module, inputs: dict[str, Any], rows: int) -> tuple[
     Raises:
         ValueError: Position ids tell where documents start, and the model lets documents see each other.
     """
-    if inputs.get("past_key_values") is not None:
+    if given_cache(inputs) is not None:
         return None  # transformers looks for documents only if it gets no cache
     return separate_documents(model, inputs, rows, inputs.get("use_cache"))
 
@@ -197,7 +198,7 @@ def _check_sliceable(model: nn.Module, inputs: dict[str, Any]) -> None:
         ValueError: The inputs ask for something that needs all tokens at once.
     """
     name = class_name(model)
-    cache = inputs.get("past_key_values")
+    cache = given_cache(inputs)
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(
             f'{name} got keys and values of a prefix, which stream_from_host="model" does not take: use '
@@ -311,7 +312,7 @@ def _without_labels(inputs: dict[str, Any]) -> tuple[dict[str, Any], Tensor | in
                 'padding has labels, which stream_from_host="model" does not take, as it drops the padding mask: set '
                 'the labels of padding to -100, or use stream_from_host="hidden"'
             )
-    for name in ("labels", "shift_labels", "past_key_values"):
+    for name in ("labels", "shift_labels", *CACHE_NAMES):
         rest.pop(name, None)
     return rest | {"use_cache": False}, count, factor
 

@@ -8,7 +8,8 @@ where it ends. Each process then computes the same loss of whole rows.
 The gradient of gathered hidden states is the sum over the processes, each of which has the whole one. Gradients of what
 a process computes on its own tokens are therefore as many times too large as there are processes, and those of the head
 are the whole ones. The mean over all processes, which DistributedDataParallel and FSDP2 take, is the gradient of one
-process in both cases.
+process in both cases. That of whole `inputs_embeds` is averaged over the group in the backward, because nothing else
+may do it.
 
 A forward that computes no gradients in evaluation mode is not divided: each process may have rows of its own, or be the
 only one that makes the call. Neither is a forward with a key-value cache, which generates text.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +35,7 @@ from lightning_memo.parallel.batches.loss_arguments import RouterLosses
 from lightning_memo.parallel.batches.shard_batch import Batch, TextModelInputs
 from lightning_memo.parallel.batches.token_layout import CurrentLayout, TokenLayout, why_positions_unknown
 from lightning_memo.parallel.collectives import all_gather_single, reduce_scatter_single
+from lightning_memo.utils.cache_names import CACHE_NAMES, given_cache
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face, find_text_model
 from lightning_memo.utils.retained_graph import first_derivative
@@ -46,6 +48,7 @@ class WholeRows:
 
     Args:
         model: The model that a loop trains. It contains one Hugging Face model.
+        layers: Its repeated layers.
         current: Holds the layout of the running forward.
         router_losses: Computes load-balancing losses.
         group: The processes that share the tokens of a row, in the order of their context-parallel ranks.
@@ -58,7 +61,12 @@ class WholeRows:
     """
 
     def __init__(
-        self, model: nn.Module, current: CurrentLayout, router_losses: RouterLosses, group: dist.ProcessGroup
+        self,
+        model: nn.Module,
+        layers: Sequence[nn.Module],
+        current: CurrentLayout,
+        router_losses: RouterLosses,
+        group: dist.ProcessGroup,
     ) -> None:
         hosts: list[Any] = find_hugging_face(model)
         if len(hosts) != 1:
@@ -76,7 +84,7 @@ class WholeRows:
                 "context_parallel_size=1"
             )
         self._host, self._model = host, model
-        self.text_model: nn.Module = find_text_model(model) or host.base_model
+        self.text_model: nn.Module = find_text_model(model) or _innermost(host, layers)
         self._current, self._router_losses, self._group = current, router_losses, group
         self._is_sharded = _averages_shards(model)
         self._running: nn.Module | None = None
@@ -104,6 +112,7 @@ class WholeRows:
         # A loss may call the text model without its head.
         for module in dict.fromkeys((self._host, self.text_model)):
             stack.callback(module.register_forward_pre_hook(begin, with_kwargs=True).remove)
+        stack.callback(self.text_model.register_forward_pre_hook(self._average_embeds, with_kwargs=True).remove)
         stack.callback(TextModelInputs(self._current).attach(self.text_model))
         stack.callback(self.text_model.register_forward_hook(self._gather).remove)
         stack.callback(self._router_losses.attach(self._host))
@@ -117,14 +126,14 @@ class WholeRows:
         kwargs: dict[str, Any],
         layout_of: Callable[[Batch], TokenLayout],
     ) -> None:
-        given = dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
-        trains, cached = torch.is_grad_enabled(), given.get("past_key_values") is not None
+        given = _by_name(module, args, kwargs)
+        trains, cached = torch.is_grad_enabled(), given_cache(given) is not None
         self._current.is_whole = not trains and (cached or not module.training)
         if self._current.is_whole:
             return
         if cached:
             raise ValueError(
-                f"{class_name(module)} was called with past_key_values and gradients, and no process has the keys of "
+                f"{class_name(module)} was called with a key-value cache and gradients, and no process has the keys of "
                 "all tokens: leave the cache out (no prefix tuning), or set context_parallel_size=1"
             )
         if trains:
@@ -133,6 +142,13 @@ class WholeRows:
         self._tokens = next(iter(batch.values())).shape[1] if batch else 0
         self._current.layout, self._current.sharers = layout_of(batch), self._group
         self._router_losses.use(self._group)
+
+    def _average_embeds(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = _by_name(module, args, kwargs)
+        embeds = given.get("inputs_embeds")
+        if self._current.layout is None or embeds is None:
+            return None
+        return (), given | {"inputs_embeds": _AveragedGradient.apply(embeds, self._group)}
 
     def _check_averaged(self) -> None:
         """Check that gradients are averaged over all processes.
@@ -168,10 +184,20 @@ class WholeRows:
                     "leave them out, or set context_parallel_size=1"
                 )
         # A cache has the keys of this process's tokens; router logits are summed over the processes.
-        kept = {name: value for name, value in output.items() if name != "past_key_values"}
+        kept = {name: value for name, value in output.items() if name not in CACHE_NAMES}
         return type(output)(
             **{k: v if k == "router_logits" else tree_map_only(Tensor, whole, v) for k, v in kept.items()}
         )
+
+
+def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+
+
+def _innermost(host: nn.Module, layers: Sequence[nn.Module]) -> nn.Module:
+    """Return the innermost model of transformers that holds the layers. A host may call it past the one around it."""
+    models = [m for m in host.modules() if hasattr(m, "set_attn_implementation")]
+    return next((m for m in reversed(models) if set(layers) <= set(m.modules())), host)
 
 
 def _averages_shards(model: nn.Module) -> bool:
@@ -225,3 +251,17 @@ class _Gathered(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return ctx.rows.scatter_sum(gradient), None
+
+
+class _AveragedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        mean = gradient / dist.get_world_size(ctx.group)
+        dist.all_reduce(mean, group=ctx.group)
+        return mean, None

@@ -50,11 +50,12 @@ from lightning_memo.parallel.pipeline.stage_order import (
     training_order,
 )
 from lightning_memo.parallel.sharded_checkpoint import WHOLE_NAMES, WholeNames
+from lightning_memo.utils.cache_names import CACHE_NAMES
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face
 
-_ABSENT = ("logits", "hidden_states", "attentions", "past_key_values")
-_ASKED = ("output_hidden_states", "output_attentions", "output_router_logits", "past_key_values", "inputs_embeds")
+_ABSENT = ("logits", "hidden_states", "attentions", *CACHE_NAMES)
+_ASKED = ("output_hidden_states", "output_attentions", "output_router_logits", *CACHE_NAMES, "inputs_embeds")
 _BY_ROW: Final = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "token_type_ids")
 _ITEM_COUNT: Final = "num_items_in_batch"
 
