@@ -189,8 +189,6 @@ def _attention(
     layout = host.current.layout
     if layout is not None:
         _check_among_processes(module, handler, attention_mask, sliding_window)
-        if layout.ring * layout.ulysses * layout.shards > 1:
-            _check_arguments_among_processes(module, kwargs)
     why = _not_computed(attention_mask, dropout, kwargs)
     if not why and host.always_masked and (handler or torch.is_grad_enabled()) and _hides_all_keys(attention_mask):
         why = "a mask that hides all keys from some tokens"
@@ -284,20 +282,6 @@ def _check_call(
             f"{class_name(module)} attends to {keys} keys with an attention mask for {queries} tokens, which it "
             "extends only if it is a tensor: train this model without lightning_memo"
         )
-
-
-def _check_arguments_among_processes(module: nn.Module, arguments: dict[str, Any]) -> None:
-    """Refuse arguments that merging the attention of several processes does not consider.
-
-    Raises:
-        ValueError: The call has sinks or a soft cap.
-    """
-    for name in ("s_aux", "softcap"):
-        if arguments.get(name) is not None:
-            raise RefusedAtAnyLength(
-                f"{class_name(module)} calls attention with {name}, which is not computed among processes: train "
-                "this model with context_parallel_size=1 and sequence_parallel=False"
-            )
 
 
 def _not_computed(mask: Tensor | MaskPattern | None, dropout: float, arguments: dict[str, Any]) -> str:

@@ -284,14 +284,6 @@ def test_refusals_among_processes(build: Callable[[], nn.Module], batch: Callabl
         assert message.count("context_parallel_size=1") == 1, "the remedy is there twice"
 
 
-def test_sinks_among_processes_are_refused_with_one_remedy() -> None:
-    line = (
-        "GptOssAttention calls attention with s_aux, which is not computed among processes: train this model with "
-        "context_parallel_size=1 and sequence_parallel=False"
-    )
-    assert run_in_processes(2, refusal, attention_models.gpt_oss, text) == [line, line]
-
-
 def divided_loss(build: Callable[[], nn.Module], batch: Callable[[], Batch]) -> float:
     """Return the loss of one of two processes, each of which has half of the tokens."""
     return fit(
