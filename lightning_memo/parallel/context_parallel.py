@@ -449,11 +449,13 @@ class ContextGroups:
         ulysses: All-to-all group; `None` without Ulysses attention.
         states: Hands states from each rank to the one with the next tokens; `None` if no layer has a state. With it,
             each rank holds a contiguous range of the tokens.
+        everyone: All of these processes, in the order of their context-parallel ranks.
     """
 
     ring: dist.ProcessGroup | None = None
     ulysses: dist.ProcessGroup | None = None
     states: StateExchange | None = None
+    everyone: dist.ProcessGroup | None = None
 
     @property
     def ring_size(self) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_memo.engine.attention.mask_patterns import (
+    AllTokensNeeded,
     MaskFunction,
     MaskPattern,
     WholeMask,
@@ -29,7 +30,12 @@ from lightning_memo.engine.forward.autocast import autocast_inputs
 from lightning_memo.engine.forward.collected_outputs import is_collected
 from lightning_memo.engine.forward.intercept import current_handler, is_sdpa_pytorchs, leave_to_model
 from lightning_memo.kernels import AttentionSpec, select_backend
-from lightning_memo.parallel.batches.token_layout import CurrentLayout, valid_ranges
+from lightning_memo.parallel.batches.token_layout import (
+    CurrentLayout,
+    ask_classes_of_transformers,
+    asks_attention_name,
+    valid_ranges,
+)
 from lightning_memo.utils.around_forward import has_user_hooks
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face
@@ -66,10 +72,11 @@ def attach_attention(model: nn.Module, current: CurrentLayout) -> list[Callable[
         for module in host.modules():  # outer ones first: setting an implementation sets those of submodels, too
             if hasattr(module, "set_attn_implementation"):
                 models.setdefault(id(module.config), module)
+        ask_classes_of_transformers(models.values())
         before = [module.config._attn_implementation for module in models.values()]
         undo.append(functools.partial(_restore_attention, list(models.values()), before))
         for module, name in zip(models.values(), before, strict=True):
-            known = _computed_by_transformers(module, name)
+            known = _computed_by_transformers(module, name) and not asks_attention_name(module)
             module.set_attn_implementation(_register(current.seen_by(module), name) if known else name)
     return undo
 
@@ -257,7 +264,7 @@ def _check_among_processes(module: nn.Module, handler: object, mask: object, win
     if isinstance(mask, WholeMask):
         return
     if not isinstance(mask, MaskPattern) or window not in (None, mask.window):
-        raise RefusedAtAnyLength(
+        raise AllTokensNeeded(
             f"{name} has an attention mask that is neither causal, nor a sliding window, nor full: train this model "
             'with context_parallel_size=1, sequence_parallel=False and not stream_from_host="model"'
         )
@@ -357,7 +364,9 @@ def _mask(
     )
     if host.current.layout is not None:
         whole = functools.partial(explicit, allow_is_causal_skip=False)
-        return sharded_mask(mask_function, host.current, q_length, device, may_skip and local_size is None, whole)
+        added = kwargs.get("dtype", torch.float32) if host.always_masked else None
+        may_skip = may_skip and local_size is None
+        return sharded_mask(mask_function, host.current, batch_size, q_length, device, may_skip, whole, added)
     # Tokens in a cache and cross-attention; only without them do queries and keys have the same positions.
     other_shape = attention_mask is not None and attention_mask.shape != (batch_size, kv_length)
     if other_shape or q_length != kv_length or not isinstance(q_offset, int) or q_offset or kv_offset:
