@@ -33,6 +33,7 @@ from lightning_memo.parallel.batches.shard_batch import (
     check_same_batch,
     check_same_images,
     check_same_size,
+    rows_of,
     seeding_rank,
     split_iterable,
     trains_beside,
@@ -356,7 +357,8 @@ class Processes:
         if why := sharder.why_in_layers(batch):
             self._tell_of_layers(why)
             batch = sharder.shard_layers(batch)
-            self.current_layout.layout, self.current_layout.of_layers = None, sharder.layout_of
+            self.current_layout.layout = None
+            self.current_layout.of_layers = functools.partial(sharder.layout_of, rows_of(batch))
         else:
             batch, self.current_layout.layout = sharder.shard(batch)
             self.current_layout.of_layers = None

@@ -125,6 +125,12 @@ class BatchSharder:
         """
         if not self.cuts:
             return self._with_item_count(batch), None
+        if self.why_layers and not self.divides_layers:
+            raise ValueError(
+                f"the model {self.why_layers}, so that its batches cannot be divided, and its layers only with context "
+                "parallelism: set sequence_parallel=False, and with context_parallel_size no slices on the host "
+                "and no pipeline"
+            )
         rows, tokens, device = _size(batch)
         _check_tensors(batch, rows, tokens, self.in_model)
         targets = self._targets(batch, rows, tokens)
@@ -176,8 +182,22 @@ class BatchSharder:
         whole: Batch = alone._with_item_count(batch)
         return whole
 
-    def layout_of(self, rows: int, tokens: int) -> TokenLayout:
-        """Returns the layout of one call of a layer."""
+    def layout_of(self, batch_rows: int, rows: int, tokens: int) -> TokenLayout:
+        """Returns the layout of one call of a layer.
+
+        Args:
+            batch_rows: Number of rows of the batch.
+            rows: First dimension of the layer's input.
+            tokens: Its second dimension.
+
+        Raises:
+            ValueError: The first dimension is not that of rows.
+        """
+        if rows != batch_rows:
+            raise ValueError(
+                f"only the layers of this model are divided, and one got [{rows}, {tokens}, ...] for a batch of "
+                f"{batch_rows} rows, so that it is not known where its tokens are: set context_parallel_size=1"
+            )
         needed = multiple(self.ring, self.ulysses, self.shards)
         padded = -(-tokens // needed) * needed
         return TokenLayout(
@@ -258,6 +278,13 @@ class BatchSharder:
             dist.all_reduce(count, group=self.data_group)
         # A batch without any label has loss 0, not 0 / 0.
         return count.clamp(min=1).float() / self.ranks
+
+
+def rows_of(batch: Batch) -> int:
+    """Returns the number of rows of a batch: the first dimension of its tokens, or else of its labels."""
+    tokens = _token_tensor(batch)
+    tokens = _first_tensor(batch.get("labels", batch)) if tokens is None else tokens
+    return 0 if tokens is None else tokens.shape[0]
 
 
 def _token_tensor(batch: Any) -> Tensor | None:

@@ -45,8 +45,17 @@ def glm_moe_dsa() -> nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def xlnet() -> nn.Module:
+def whisper_decoder() -> nn.Module:
     """Return a model that takes no labels of some tokens."""
+    config = transformers.WhisperConfig(
+        vocab_size=VOCABULARY, d_model=32, decoder_layers=3, decoder_attention_heads=4, decoder_ffn_dim=64, dropout=0.0,
+        max_target_positions=96, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return transformers.WhisperForCausalLM(config)
+
+
+def xlnet() -> nn.Module:
+    """Return a model whose layers take tokens before rows."""
     config = transformers.XLNetConfig(vocab_size=VOCABULARY, d_model=32, n_layer=3, n_head=4, d_inner=64, dropout=0.0)
     return transformers.XLNetLMHeadModel(config)
 
@@ -65,7 +74,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "selected keys": glm_moe_dsa,
     "position biases": attention_models.bloom,
     "counted positions": attention_models.camembert_decoder,
-    "labels of all tokens": xlnet,
+    "labels of all tokens": whisper_decoder,
 }
 
 
@@ -99,10 +108,14 @@ def dropping() -> nn.Module:
 
 REFUSED = {
     "random numbers": (dropping, rows, {}, "draws random numbers, which differ between them"),
+    "tokens before rows": (xlnet, rows, {}, "it is not known where its tokens are"),
     "packed rows": (attention_models.bloom, packed, {}, "only the layers of this model are divided"),
     "slices on the host": (
-        glm_moe_dsa, rows, {"slice_tokens": 8, "stream_from_host": "hidden"},
-        "GlmMoeDsaDecoderLayer needs the tokens of all processes at once",
+        jamba, rows, {"slice_tokens": 8, "stream_from_host": "hidden"},
+        "JambaMambaDecoderLayer needs the tokens of all processes at once",
+    ),
+    "masks, slices on the host": (
+        glm_moe_dsa, rows, {"slice_tokens": 8, "stream_from_host": "hidden"}, "makes attention masks of all tokens"
     ),
     "positions, slices on the host": (
         attention_models.bloom, rows, {"slice_tokens": 8, "stream_from_host": "hidden"}, "takes no position_ids"
