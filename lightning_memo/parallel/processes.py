@@ -40,6 +40,7 @@ from lightning_memo.parallel.batches.shard_batch import (
 )
 from lightning_memo.parallel.batches.token_layout import (
     CurrentLayout,
+    has_axes,
     separate_documents,
     takes_attention_functions,
     why_positions_unknown,
@@ -135,6 +136,8 @@ class Processes:
         self._trains_tower = False
         self._batches = 0
         self._told: set[str] = set()
+        self._given: Any = None  # the last batch, until a step has shown how batches can be divided
+        self._divides = False
 
     # ---- the model
 
@@ -295,6 +298,7 @@ class Processes:
             in_model=self.current_layout.text_model is not None,
             divides_layers=bool(hosts) and self.sizes.shards == 1 and self.pipeline is None and not global_slices,
             why_layers=_why_layers(hosts, self.current_layout.text_model),
+            row_positions=has_axes(model) or any(hasattr(module, "mrope_section") for module in model.modules()),
         )
 
     def shard_loader(self, loader: DataLoader[Any], split: bool, predicting: bool) -> Iterable[Any]:
@@ -314,6 +318,28 @@ class Processes:
         if split and self.sizes.data > 1:
             return split_iterable(loader, self.data_rank, self.sizes.data, self.mesh[DATA].get_group())
         return loader
+
+    @property
+    def may_divide_layers(self) -> bool:
+        """Whether the model has not been trained yet on parts of batches, and its layers could be divided instead."""
+        return self._given is not None and self._sharder.divides_layers and not self._sharder.why_layers
+
+    def divide_layers(self) -> Any:
+        """Divide the layers of the model from now on, because the rest needs all tokens.
+
+        Returns:
+            The last batch, whole; `None` if its layers cannot be divided.
+        """
+        if not self.may_divide_layers:
+            return None
+        batch, self._given = self._given, None
+        self._sharder = replace(self._sharder, why_layers="needs all tokens outside of what can be divided")
+        return self.shard_batch(batch, training=True)
+
+    def keep_division(self) -> None:
+        """Note that the model trains on parts of batches."""
+        self._given = None
+        self._divides = True
 
     def _tell_of_layers(self, why: str) -> None:
         if why not in self._told:
@@ -360,6 +386,7 @@ class Processes:
             self.current_layout.layout = None
             self.current_layout.of_layers = functools.partial(sharder.layout_of, rows_of(batch))
         else:
+            self._given = None if self._divides or not training else batch
             batch, self.current_layout.layout = sharder.shard(batch)
             self.current_layout.of_layers = None
         sharing = self.mesh[CONTEXT] if predicting else self._replicas

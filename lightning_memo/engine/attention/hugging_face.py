@@ -39,7 +39,6 @@ from lightning_memo.parallel.batches.token_layout import (
 from lightning_memo.utils.around_forward import has_user_hooks
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face
-from lightning_memo.utils.user_errors import RefusedAtAnyLength
 
 # The name must not contain "flash": transformers would look for kernels on the hub.
 ATTENTION_NAME = "lightning_memo"
@@ -256,7 +255,7 @@ def _check_among_processes(module: nn.Module, handler: object, mask: object, win
     """
     name = class_name(module)
     if handler is None:
-        raise RefusedAtAnyLength(
+        raise AllTokensNeeded(
             f"{name} attends outside of the repeated layers, where only some of the tokens are available: train this "
             'model with context_parallel_size=1, sequence_parallel=False and not stream_from_host="model"'
         )

@@ -329,7 +329,7 @@ def sharded_mask(
         build = functools.partial(_mask_of_all_tokens, rules, rows, layout, device, may_skip, added)
         return MaskPattern(None if may_skip else rules.causal, rules.window, of_all_tokens=build)
     if current.text_model is None or tokens <= layout.tokens - multiple(layout.ring, layout.ulysses, layout.shards):
-        raise RefusedAtAnyLength(
+        raise AllTokensNeeded(
             "this model has an attention mask that is neither causal, nor a sliding window, nor full, which needs "
             "all tokens at once: train it with context_parallel_size=1, sequence_parallel=False and not "
             'stream_from_host="model"'

@@ -81,7 +81,7 @@ class TokenSharing:
         if layout_of is None:
             return run(layer, forward, *args, **kwargs)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        x = next((t for t in tensors if t.dim() == 3 and t.is_floating_point()), None)
+        x = next((t for t in tensors if t.dim() > 2 and t.is_floating_point()), None)
         if x is None or not torch.is_grad_enabled():  # a process may evaluate by itself
             return forward(*args, **kwargs)
         assert self.context is not None and self.context.everyone is not None
@@ -90,7 +90,7 @@ class TokenSharing:
         with self.current_layout.of_layer(tokens.layout):
             arguments = tree_map(own, (args, kwargs))
             output = run(layer, forward, *arguments[0], **arguments[1])
-        return tree_map(functools.partial(whole_of, tokens=tokens, rows=x.shape[0]), output)
+        return tree_map(functools.partial(whole_of, tokens=tokens, rows=x.shape[0], is_output=True), output)
 
     def agreed(self, traits: LayerTraits, device: torch.device) -> LayerTraits:
         """Return the traits by which all processes that share experts run a layer in the same slices.

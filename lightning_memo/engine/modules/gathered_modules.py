@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_memo.engine.attention.mask_patterns import MaskPattern, whole_mask
+from lightning_memo.engine.attention.mask_patterns import AllTokensNeeded, MaskPattern, whole_mask
 from lightning_memo.engine.forward.cut_tokens import token_dim_of
 from lightning_memo.engine.forward.intercept import computing_alone, running_layout
 from lightning_memo.engine.forward.layer_call import LayerCall
@@ -112,7 +112,7 @@ class GatheredModules:
         arguments = tree_map(cached_by_identity(whole), (args, kwargs))
         with computing_alone():
             output = self._check_draws(module, lambda: forward(*arguments[0], **arguments[1]))
-        return tree_map(functools.partial(own_of, tokens=tokens, rows=rows), output)
+        return tree_map(functools.partial(own_of, tokens=tokens, rows=rows, is_output=True), output)
 
     def _check_draws(self, module: nn.Module, run: Callable[[], T]) -> T:
         state = (module, module.training)
@@ -142,13 +142,14 @@ def cached_by_identity(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return call
 
 
-def whole_of(value: Any, tokens: GatheredTokens, rows: int) -> Any:
+def whole_of(value: Any, tokens: GatheredTokens, rows: int, is_output: bool = False) -> Any:
     """Return an argument or an output of a module for the tokens of all processes.
 
     Args:
         value: The argument for this process's tokens.
         tokens: Gathers tokens.
         rows: Number of sequences.
+        is_output: Whether it is an output, whose first dimension may be that of the tokens of all rows.
 
     Raises:
         ValueError: It is not known where a tensor has the tokens.
@@ -161,24 +162,24 @@ def whole_of(value: Any, tokens: GatheredTokens, rows: int) -> Any:
     dim = token_dim_of(value, local, rows, 1)
     if dim is not None:
         return tokens.whole(value, dim)
-    if value.dim() and value.shape[0] == rows * local:  # as the logits of routers
+    if is_output and value.dim() and value.shape[0] == rows * local:  # as the logits of routers
         return tokens.whole(value.unflatten(0, (rows, local)), 1).flatten(0, 1)
     if local in value.shape:
-        raise ValueError(
+        raise AllTokensNeeded(
             f"a module that needs the tokens of all processes gets or returns a tensor {list(value.shape)}, and it is "
             f"not known where that has the {local} tokens of this process: set context_parallel_size=1"
         )
     return value
 
 
-def own_of(value: Any, tokens: GatheredTokens, rows: int) -> Any:
+def own_of(value: Any, tokens: GatheredTokens, rows: int, is_output: bool = False) -> Any:
     """Return an argument or an output of a module for the tokens of this process; see :func:`whole_of`."""
     if isinstance(value, MaskPattern):
         return _divided_mask(value, tokens)
     if not isinstance(value, Tensor):
         return value
     dim = token_dim_of(value, tokens.tokens, rows, 1)
-    if dim is None and value.dim() and value.shape[0] == rows * tokens.tokens:
+    if dim is None and is_output and value.dim() and value.shape[0] == rows * tokens.tokens:
         return tokens.own(value.unflatten(0, (rows, tokens.tokens)), 1).flatten(0, 1)
     if dim is None and value.dim() == 4 and value.shape[1:] == (1, tokens.tokens, tokens.tokens):
         return whole_mask(tokens.layout, value.detach())

@@ -77,6 +77,7 @@ class BatchSharder:
         in_model: Whether the model divides its tokens itself; see Note: [Where tokens are divided].
         divides_layers: Whether each call of a layer may be divided by itself.
         why_layers: Why it has to be, as a clause, whatever the batch; empty if it has not.
+        row_positions: Whether the model needs positions of each row, as those of several axes do.
     """
 
     ring: int = 1
@@ -95,6 +96,7 @@ class BatchSharder:
     in_model: bool = False
     divides_layers: bool = False
     why_layers: str = ""
+    row_positions: bool = False
 
     @property
     def cuts(self) -> bool:
@@ -140,7 +142,8 @@ class BatchSharder:
         if not self.in_model:
             part.pop("attention_mask", None)
             part.update({name: own.cut(value) for name, value in part.items() if _is_per_token(value, rows, tokens)})
-            part["position_ids"] = own.positions(batch.get("position_ids"), tokens)
+            positions = own.positions(batch.get("position_ids"), tokens)
+            part["position_ids"] = positions.expand(rows, -1) if self.row_positions else positions
         if targets is not None:
             part["shift_labels"] = own.cut(targets, IGNORED)
             if self.takes_loss_arguments or "labels" in part:

@@ -195,7 +195,7 @@ def separate_documents(
         ValueError: Rows are packed, and plain training would let their documents see each other.
     """
     documents = packed_documents(batch, rows)
-    if documents is not None and batch["position_ids"].ndim == 2 and _has_axes(model):
+    if documents is not None and batch["position_ids"].ndim == 2 and has_axes(model):
         raise ValueError(
             "position_ids tell that rows hold several documents, and positions of this model have several axes "
             "(M-RoPE): give position_ids [4, batch, tokens], the positions in the text first, or pass one document in "
@@ -246,7 +246,7 @@ def find_mixed_documents(model: nn.Module, makes_cache: bool | None = None) -> M
     return caching
 
 
-def _has_axes(model: nn.Module) -> bool:
+def has_axes(model: nn.Module) -> bool:
     """Return whether positions of a model of transformers are those in time, height and width."""
     configs = (host.config.get_text_config() for host in find_hugging_face(model))  # type: ignore[union-attr, operator]
     return any("mrope_section" in (getattr(config, "rope_parameters", None) or ()) for config in configs)
