@@ -32,7 +32,12 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_memo.parallel.batches.loss_arguments import RouterLosses
 from lightning_memo.parallel.batches.shard_batch import Batch, TextModelInputs
-from lightning_memo.parallel.batches.token_layout import CurrentLayout, TokenLayout, why_positions_unknown
+from lightning_memo.parallel.batches.token_layout import (
+    CurrentLayout,
+    TokenLayout,
+    takes_attention_functions,
+    why_positions_unknown,
+)
 from lightning_memo.parallel.collectives import all_gather_single, reduce_scatter_single
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face, find_text_model
@@ -77,6 +82,11 @@ class WholeRows:
             )
         self._host, self._model = host, model
         self.text_model: nn.Module = find_text_model(model) or host.base_model
+        if not takes_attention_functions(self.text_model):
+            raise ValueError(
+                f"{class_name(self.text_model)} makes attention masks of all tokens itself, and loops divide all of a "
+                "model: set context_parallel_size=1, or train it with MemoStrategy, which divides its layers"
+            )
         self._current, self._router_losses, self._group = current, router_losses, group
         self._is_sharded = _averages_shards(model)
         self._running: nn.Module | None = None
