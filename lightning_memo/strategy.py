@@ -23,7 +23,11 @@ from lightning_memo.callbacks.lightning_run import LightningRun, RuntimeCallback
 from lightning_memo.config import MemoConfig, refusing_gone
 from lightning_memo.distributed import DistributedStrategy
 from lightning_memo.engine import Engine, TestMode
+from lightning_memo.engine.attention.mask_patterns import AllTokensNeeded
+from lightning_memo.kernels import RngState
+from lightning_memo.parallel.fsdp_units import forget_unfinished
 from lightning_memo.parallel.pipeline.pipelined_model import micro_batch_rows
+from lightning_memo.parallel.processes import Processes
 from lightning_memo.parallel.ranks import explain_lost_process
 from lightning_memo.runtime.memory_planner import MemoryPlanner
 from lightning_memo.runtime.start_engine import check_machine, start_engine
@@ -375,12 +379,38 @@ class MemoStrategy(DistributedStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        step = functools.partial(super().training_step, *args, **kwargs)
+        step = super().training_step
         self._in_training_step = True
         try:
-            return step() if self._runtime is None else self._runtime.forward(step)
+            if self._processes is None or not self._processes.may_divide_layers:
+                return self._forward(functools.partial(step, *args, **kwargs))
+            return self._first_forward(self._processes, step, *args, **kwargs)
         finally:
             self._in_training_step = False
+
+    def _forward(self, step: Callable[[], Any]) -> Any:
+        return step() if self._runtime is None else self._runtime.forward(step)
+
+    def _first_forward(
+        self, processes: Processes, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run the first training step; once more, with a whole batch, if the model needs all tokens beside its layers.
+
+        What the user's training step does besides calling the model, it then does twice.
+        """
+        state = RngState.capture(self.root_device)
+        try:
+            output = self._forward(functools.partial(step, batch, *args, **kwargs))
+        except AllTokensNeeded:
+            if (batch := processes.divide_layers()) is None:
+                raise
+            assert self.model is not None and self.engine is not None
+            forget_unfinished(self.model)
+            self.engine.unload()
+            state.restore()
+            return self._forward(functools.partial(step, batch, *args, **kwargs))
+        processes.keep_division()
+        return output
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

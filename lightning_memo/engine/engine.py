@@ -154,7 +154,7 @@ class Engine:
         self.attention = AttentionSelector(
             self.settings.attention, context, self.cutter.global_slices, self.sharing.ranks
         )
-        self.layer_classes = LayerClasses(self.layers, self.attention.backend, self.settings)
+        self.layer_classes = LayerClasses(self.layers, self.attention.backend, self.settings, self.sharing.gathered)
         self.comparison = SliceComparison(self.layer_classes, self.settings)
         self.limits = PlanLimits(self.settings)
         self.calls = PendingCalls()
@@ -181,6 +181,8 @@ class Engine:
         run = functools.partial(
             self._run, unpack_container_arguments(dicts_apart(functools.partial(run_eager, self._run_call)))
         )
+        if self.sharing.context is not None:
+            run = functools.partial(self.sharing.divide_call, run)
         self._undo.extend(replace_forward(layer, run) for layer in self.layers)
         if self.settings.fused_kernels:
             self._undo += attach_fused(self.layers, self.device)
@@ -200,6 +202,7 @@ class Engine:
     def detach(self) -> None:
         """Restore the model, and release all memory."""
         leave_own_contexts()
+        self.sharing.gathered.close()
         while self._undo:
             self._undo.pop()()
         self.unload()
@@ -382,7 +385,7 @@ class Engine:
         if not (has_global_slices(call.layout) or (isinstance(x, OffloadedTensor) and streamed)):
             self.layer_classes.of(call, x)
             handed = self.sharing.handed_states(call.layout)
-            return run_whole(self.attention, handed, call, x, functools.partial(forward, *args, **kwargs))
+            return run_whole(self.attention, handed, call, x, functools.partial(call.forward, *args, **kwargs))
         x = x.contiguous()
         if not self.calls and self.profiles(call.batch, call.tokens):
             self._start_profile(call, x)

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_memo.parallel.batches.token_layout import has_whole_rows
 from lightning_memo.parallel.context_parallel import StateExchange, StateLink, StateShape
 from lightning_memo.utils.replaced_functions import replaced
 
@@ -227,6 +228,8 @@ def _answer(
     **kwargs: Any,
 ) -> Any:
     """Answer a call of a function in a module of transformers whose classes call it by name."""
+    if has_whole_rows():
+        return function(*args, **kwargs)
     if name in _JOINED_FUNCTIONS:
         return None
     call = StateCall(name, function, args, kwargs)

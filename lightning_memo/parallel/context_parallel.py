@@ -363,6 +363,20 @@ class HeadExchange:
         split = [t.transpose(1, 2).unflatten(1, (self._size, -1)).movedim(1, 0) for t in tensors]
         return [part.movedim(0, 2).flatten(2, 3).contiguous().transpose(1, 2) for part in self._exchange(split)]
 
+    def result_to_tokens(self, result: AttentionResult, spec: AttentionSpec) -> AttentionResult:
+        """Return a result for some heads of all tokens as one for all heads of the local tokens.
+
+        Without sinks, which are merged into it, the log-sum-exp stays as it is: only :meth:`result_to_heads` reads it.
+        """
+        (out,) = self.to_tokens(result.out)
+        lse = result.lse if spec.sinks is None else self.to_tokens(result.lse[..., None])[0][..., 0]
+        return replace(result, out=out, lse=lse)
+
+    def result_to_heads(self, result: AttentionResult, out: Tensor, spec: AttentionSpec) -> AttentionResult:
+        """Inverse of :meth:`result_to_tokens`, with an output that was exchanged together with other tensors."""
+        lse = result.lse if spec.sinks is None else self.to_heads(result.lse[..., None])[0][..., 0]
+        return replace(result, out=out, lse=lse)
+
     def _exchange(self, tensors: list[Tensor]) -> list[Tensor]:
         """Sends part `i` of each tensor `[ulysses, batch, tokens, heads, head_dim]` to rank `i`, in one message."""
         sent = torch.cat([t.reshape(self._size, -1) for t in tensors], 1)
@@ -375,8 +389,8 @@ class HeadExchange:
 class _UlyssesAttention:
     """Attention over the tokens of a group of which each rank holds a contiguous part; without autograd.
 
-    The log-sum-exp keeps the layout of the inner attention, some heads of all tokens. It has as many entries as all
-    heads of the local tokens.
+    Without sinks, the log-sum-exp keeps the layout of the inner attention, some heads of all tokens. It has as many
+    entries as all heads of the local tokens.
 
     Args:
         group: Process group that exchanges heads for tokens.
@@ -395,6 +409,8 @@ class _UlyssesAttention:
     ) -> AttentionResult:
         """Output `[batch, heads, tokens / ulysses, head_dim]`; log-sum-exp `[batch, heads / ulysses, tokens]`.
 
+        With sinks, the log-sum-exp is `[batch, heads, tokens / ulysses]`.
+
         Raises:
             ValueError: The number of ranks does not divide the heads, or there is an explicit mask.
         """
@@ -402,9 +418,7 @@ class _UlyssesAttention:
             raise ValueError("all-to-all attention takes no explicit mask: use lengths, packed documents or a window")
         copies = self._exchange.copies(q, k)
         q, k, v = self._exchange.to_heads(q, repeat_heads(k, copies), repeat_heads(v, copies))
-        result = self._inner.forward(q, k, v, spec)
-        (out,) = self._exchange.to_tokens(result.out)
-        return replace(result, out=out)
+        return self._exchange.result_to_tokens(self._inner.forward(q, k, v, spec), spec)
 
     def backward(
         self,
@@ -421,7 +435,8 @@ class _UlyssesAttention:
         copies = self._exchange.copies(q, k)
         k, v = repeat_heads(k, copies), repeat_heads(v, copies)
         dout, q, k, v, out = self._exchange.to_heads(dout, q, k, v, result.out)
-        dq, dk, dv = self._exchange.to_tokens(*self._inner.backward(dout, q, k, v, replace(result, out=out), spec))
+        result = self._exchange.result_to_heads(result, out, spec)
+        dq, dk, dv = self._exchange.to_tokens(*self._inner.backward(dout, q, k, v, result, spec))
         return dq, sum_head_groups(dk, copies), sum_head_groups(dv, copies)
 
 
@@ -434,11 +449,13 @@ class ContextGroups:
         ulysses: All-to-all group; `None` without Ulysses attention.
         states: Hands states from each rank to the one with the next tokens; `None` if no layer has a state. With it,
             each rank holds a contiguous range of the tokens.
+        everyone: All of these processes, in the order of their context-parallel ranks.
     """
 
     ring: dist.ProcessGroup | None = None
     ulysses: dist.ProcessGroup | None = None
     states: StateExchange | None = None
+    everyone: dist.ProcessGroup | None = None
 
     @property
     def ring_size(self) -> int:

@@ -196,6 +196,7 @@ def context_groups(mesh: DeviceMesh, ulysses: int, hands_states: bool, timeout: 
         ring=split["ring"].get_group() if ring > 1 else None,
         ulysses=split["ulysses"].get_group() if ulysses > 1 else None,
         states=StateExchange(*_state_groups(dist.group.WORLD, mesh, timeout)) if hands_states else None,
+        everyone=mesh[CONTEXT].get_group(),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -33,11 +34,19 @@ from lightning_memo.parallel.batches.shard_batch import (
     check_same_batch,
     check_same_images,
     check_same_size,
+    rows_of,
     seeding_rank,
     split_iterable,
     trains_beside,
 )
-from lightning_memo.parallel.batches.token_layout import CurrentLayout, TokenLayout, separate_documents
+from lightning_memo.parallel.batches.token_layout import (
+    CurrentLayout,
+    TokenLayout,
+    has_axes,
+    separate_documents,
+    takes_attention_functions,
+    why_positions_unknown,
+)
 from lightning_memo.parallel.batches.whole_rows import WholeRows
 from lightning_memo.parallel.context_parallel import ContextGroups
 from lightning_memo.parallel.device_mesh import (
@@ -129,6 +138,9 @@ class Processes:
         self._outside: list[FSDPModule] = []
         self._trains_tower = False
         self._batches = 0
+        self._told: set[str] = set()
+        self._given: Any = None  # the last batch, until a step has shown how batches can be divided
+        self._divides = False
 
     # ---- the model
 
@@ -300,6 +312,7 @@ class Processes:
                 "of this model hand states from process to process, and would wait for each other's tokens: use one "
                 "of them"
             )
+        hosts = find_hugging_face(model)
         heads, kv_heads = _heads(model)
         ulysses = ulysses_size(self._config, heads // self.sizes.tensor, kv_heads // self.sizes.tensor)
         self.context_groups = context_groups(self.mesh, ulysses, hands_states, self._timeout)
@@ -319,6 +332,9 @@ class Processes:
             contiguous=hands_states,
             documents_of=functools.partial(separate_documents, model),
             in_model=self.current_layout.text_model is not None,
+            divides_layers=bool(hosts) and self.sizes.shards == 1 and self.pipeline is None and not global_slices,
+            why_layers=_why_layers(hosts, self.current_layout.text_model),
+            row_positions=has_axes(model) or any(hasattr(module, "mrope_section") for module in model.modules()),
         )
 
     def shard_loader(self, loader: DataLoader[Any], split: bool, predicting: bool) -> Iterable[Any]:
@@ -338,6 +354,36 @@ class Processes:
         if split and self.sizes.data > 1:
             return split_iterable(loader, self.data_rank, self.sizes.data, self.mesh[DATA].get_group())
         return loader
+
+    @property
+    def may_divide_layers(self) -> bool:
+        """Whether the model has not been trained yet on parts of batches, and its layers could be divided instead."""
+        return self._given is not None and self._sharder.divides_layers and not self._sharder.why_layers
+
+    def divide_layers(self) -> Any:
+        """Divide the layers of the model from now on, because the rest needs all tokens.
+
+        Returns:
+            The last batch, whole; `None` if its layers cannot be divided.
+        """
+        if not self.may_divide_layers:
+            return None
+        batch, self._given = self._given, None
+        self._sharder = replace(self._sharder, why_layers="needs all tokens outside of what can be divided")
+        return self.shard_batch(batch, training=True)
+
+    def keep_division(self) -> None:
+        """Note that the model trains on parts of batches."""
+        self._given = None
+        self._divides = True
+
+    def _tell_of_layers(self, why: str) -> None:
+        if why not in self._told:
+            self._told.add(why)
+            rank_zero_info(
+                f"lightning_memo: the model {why}: its layers are divided, and each process runs the rest, such as the "
+                "embedding, the head and the loss, for all tokens, which is slower."
+            )
 
     def seeding_rank(self, loader: DataLoader[Any], split: bool) -> int:
         """Returns the rank that seeds the workers of a loader. Processes that share a batch get the same rank.
@@ -367,7 +413,15 @@ class Processes:
         sharder = self._sharder
         if predicting:
             sharder = replace(sharder, data_group=None, ranks=self.sizes.context)
-        batch, self.current_layout.layout = sharder.shard(batch)
+        if why := sharder.why_in_layers(batch):
+            self._tell_of_layers(why)
+            batch = sharder.shard_layers(batch)
+            self.current_layout.layout = None
+            self.current_layout.of_layers = functools.partial(sharder.layout_of_layer, rows_of(batch))
+        else:
+            self._given = None if self._divides or not training else batch
+            batch, self.current_layout.layout = sharder.shard(batch)
+            self.current_layout.of_layers = None
         sharing = self.mesh[CONTEXT] if predicting else self._replicas
         group = sharing.get_group() if sharing.size() > 1 else None
         self._loss_arguments.use(batch, group)
@@ -381,6 +435,13 @@ class Processes:
             if self._batches < _FIRST_CHECKS or self._batches % _CHECK_EVERY == 0:
                 check_same_batch(batch, self._readers, self.data_rank)
             self._batches += 1
+
+
+def _why_layers(hosts: Sequence[nn.Module], text_model: nn.Module | None) -> str:
+    """Returns why only the layers of models of transformers can be divided, as a clause; empty if batches can."""
+    why = next(filter(None, map(why_positions_unknown, hosts)), "")
+    parts = hosts if text_model is None else [text_model]
+    return why or ("" if all(map(takes_attention_functions, parts)) else "makes attention masks of all tokens itself")
 
 
 def _heads(model: nn.Module) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ from support.processes import run_in_processes
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from lightning_memo.engine.attention.sliced_attention import attend
 from lightning_memo.kernels import AttentionSpec, select_backend
 from lightning_memo.kernels.fallback_kernels import Replay
 from lightning_memo.parallel.batches.token_layout import Documents, TokenLayout, ring_chunks, zigzag
@@ -400,6 +402,52 @@ def test_masks_of_all_tokens(topology, replay):
     ring, ulysses = TOPOLOGIES[topology]
     for out, *gradients in run_in_processes(ring * ulysses, masked_errors, ring, ulysses, replay):
         assert out <= OUT_BOUND and max(gradients) <= GRADIENT_BOUND
+
+
+# ---- sinks and caps
+
+
+def sinks_and_caps_errors(ring: int, ulysses: int, spec: AttentionSpec) -> tuple[list[float], Tensor]:
+    """Errors of the local output, dq, dk and dv, and the local part of the gradient of the sinks."""
+    groups, inputs = context_groups(ring, ulysses), make_inputs(key_heads=2, queries=128, keys=128)
+    layout = layout_of(groups, ring, ulysses, 128, spec.documents)
+    own = layout.layer_order()
+    leaves = [*(t[:, :, own].detach().requires_grad_() for t in inputs[:3]), SINKS.clone().requires_grad_()]
+    out = attend(ContextAttention(groups, select_backend), *leaves[:3], replace(spec, sinks=leaves[3]))
+    found = [out.detach(), *torch.autograd.grad(out, leaves, inputs.dout[:, :, own])]
+    expected = [t[:, :, own] for t in with_sinks_and_caps(inputs, spec)[:4]]
+    return [float((mine - theirs).abs().max()) for mine, theirs in zip(found, expected, strict=False)], found[4]
+
+
+def with_sinks_and_caps(inputs: Inputs, spec: AttentionSpec) -> list[Tensor]:
+    """Output and gradients in fp64 of all tokens, the last one of the sinks: one more column without a value."""
+    leaves = [t.double().detach().requires_grad_() for t in (*inputs[:3], SINKS)]
+    q, k, v, sinks = leaves
+    scores = q @ k.repeat_interleave(2, 1).transpose(2, 3) * q.shape[-1] ** -0.5
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    positions = range(q.shape[2])
+    scores = scores.masked_fill(~visible(spec, q.shape[0], positions, positions), -torch.inf)
+    column = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    out = weights @ v.repeat_interleave(2, 1)
+    return [out.detach(), *torch.autograd.grad(out, leaves, inputs.dout.double())]
+
+
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("name", ["causal", "window", "all"])
+@pytest.mark.parametrize("topology", ["ring 2", "ulysses 2", "both"])
+def test_sinks_and_caps(topology, name, softcap):
+    ring, ulysses = TOPOLOGIES[topology]
+    spec = replace(SPECS[name], softcap=softcap)
+    parts = run_in_processes(ring * ulysses, sinks_and_caps_errors, ring, ulysses, spec)
+    for (out, *gradients), _ in parts:
+        assert out <= OUT_BOUND and max(gradients) <= GRADIENT_BOUND
+    expected = with_sinks_and_caps(make_inputs(key_heads=2, queries=128, keys=128), spec)[4]
+    torch.testing.assert_close(sum(part[1].double() for part in parts), expected, rtol=1e-5, atol=1e-5)
 
 
 # ---- names and sizes

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_memo.engine.attention.mask_patterns import (
+    AllTokensNeeded,
     MaskFunction,
     MaskPattern,
     WholeMask,
@@ -29,11 +30,15 @@ from lightning_memo.engine.forward.autocast import autocast_inputs
 from lightning_memo.engine.forward.collected_outputs import is_collected
 from lightning_memo.engine.forward.intercept import current_handler, is_sdpa_pytorchs, leave_to_model
 from lightning_memo.kernels import AttentionSpec, select_backend
-from lightning_memo.parallel.batches.token_layout import CurrentLayout, valid_ranges
+from lightning_memo.parallel.batches.token_layout import (
+    CurrentLayout,
+    ask_classes_of_transformers,
+    asks_attention_name,
+    valid_ranges,
+)
 from lightning_memo.utils.around_forward import has_user_hooks
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face
-from lightning_memo.utils.user_errors import RefusedAtAnyLength
 
 # The name must not contain "flash": transformers would look for kernels on the hub.
 ATTENTION_NAME = "lightning_memo"
@@ -69,10 +74,11 @@ def attach_attention(model: nn.Module, current: CurrentLayout) -> list[Callable[
         for module in host.modules():  # outer ones first: setting an implementation sets those of submodels, too
             if hasattr(module, "set_attn_implementation"):
                 models.setdefault(id(module.config), module)
+        ask_classes_of_transformers(models.values())
         before = [module.config._attn_implementation for module in models.values()]
         undo.append(functools.partial(_restore_attention, list(models.values()), before))
         for module, name in zip(models.values(), before, strict=True):
-            known = _computed_by_transformers(module, name)
+            known = _computed_by_transformers(module, name) and not asks_attention_name(module)
             module.set_attn_implementation(_register(current.seen_by(module), name) if known else name)
     return undo
 
@@ -195,8 +201,6 @@ def _attention(
     layout = host.current.layout
     if layout is not None:
         _check_among_processes(module, handler, attention_mask, sliding_window)
-        if layout.ring * layout.ulysses * layout.shards > 1:
-            _check_arguments_among_processes(module, kwargs)
     why = _not_computed(host, attention_mask, dropout, kwargs)
     if not why and host.always_masked and (handler or torch.is_grad_enabled()) and _hides_all_keys(attention_mask):
         why = "a mask that hides all keys from some tokens"
@@ -257,7 +261,7 @@ def _check_among_processes(module: nn.Module, handler: object, mask: object, win
     """
     name = class_name(module)
     if handler is None:
-        raise RefusedAtAnyLength(
+        raise AllTokensNeeded(
             f"{name} attends outside of the repeated layers, where only some of the tokens are available: train this "
             'model with context_parallel_size=1, sequence_parallel=False and not stream_from_host="model"'
         )
@@ -265,7 +269,7 @@ def _check_among_processes(module: nn.Module, handler: object, mask: object, win
     if isinstance(mask, WholeMask):
         return
     if not isinstance(mask, MaskPattern) or window not in (None, mask.window):
-        raise RefusedAtAnyLength(
+        raise AllTokensNeeded(
             f"{name} has an attention mask that is neither causal, nor a sliding window, nor full: train this model "
             'with context_parallel_size=1, sequence_parallel=False and not stream_from_host="model"'
         )
@@ -290,20 +294,6 @@ def _check_call(
             f"{class_name(module)} attends to {keys} keys with an attention mask for {queries} tokens, which it "
             "extends only if it is a tensor: train this model without lightning_memo"
         )
-
-
-def _check_arguments_among_processes(module: nn.Module, arguments: dict[str, Any]) -> None:
-    """Refuse arguments that merging the attention of several processes does not consider.
-
-    Raises:
-        ValueError: The call has sinks or a soft cap.
-    """
-    for name in ("s_aux", "softcap"):
-        if arguments.get(name) is not None:
-            raise RefusedAtAnyLength(
-                f"{class_name(module)} calls attention with {name}, which is not computed among processes: train "
-                "this model with context_parallel_size=1 and sequence_parallel=False"
-            )
 
 
 def _not_computed(host: _Host, mask: Tensor | MaskPattern | None, dropout: float, arguments: dict[str, Any]) -> str:
@@ -379,7 +369,9 @@ def _mask(
     )
     if host.current.layout is not None:
         whole = functools.partial(explicit, allow_is_causal_skip=False)
-        return sharded_mask(mask_function, host.current, q_length, device, may_skip and local_size is None, whole)
+        added = kwargs.get("dtype", torch.float32) if host.always_masked else None
+        may_skip = may_skip and local_size is None
+        return sharded_mask(mask_function, host.current, batch_size, q_length, device, may_skip, whole, added)
     # Tokens in a cache and cross-attention; only without them do queries and keys have the same positions.
     other_shape = attention_mask is not None and attention_mask.shape != (batch_size, kv_length)
     if other_shape or q_length != kv_length or not isinstance(q_offset, int) or q_offset or kv_offset:

@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from lightning_memo.kernels import AttentionSpec
+from lightning_memo.kernels.attention_kernel import block_mask
 from lightning_memo.parallel.batches.token_layout import (
     CurrentLayout,
     Documents,
@@ -35,6 +37,10 @@ _EVERYTHING = [slice(None), slice(0, None)]
 MaskFunction = Callable[..., Any]
 
 
+class AllTokensNeeded(RefusedAtAnyLength):
+    """A module needs the tokens of all processes."""
+
+
 @dataclass(frozen=True, slots=True)
 class MaskPattern:
     """Description of a model's mask, in place of the mask `[tokens, tokens]`, which is too large to build.
@@ -46,6 +52,7 @@ class MaskPattern:
         documents: Start positions of the packed documents of each batch row. Attention does not cross document
             boundaries. Tokens before the first document see nothing (padding on the left).
         explicit: Builds the mask for models that compute attention themselves; `None` if it is too large.
+        of_all_tokens: Builds the mask that plain training has, where a process has some of the tokens only.
     """
 
     causal: bool | None
@@ -53,6 +60,7 @@ class MaskPattern:
     lengths: tuple[int, ...] | None = None
     documents: Documents | None = None
     explicit: Callable[[], Tensor] | None = field(default=None, compare=False, repr=False)
+    of_all_tokens: Callable[[], Tensor | None] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def __torch_function__(
@@ -80,12 +88,16 @@ class MaskPattern:
             ValueError: Other processes have some of the tokens.
         """
         if self.explicit is None:
-            raise RefusedAtAnyLength(
+            raise AllTokensNeeded(
                 "the model computes attention itself, as models with ALiBi and some older models do, and needs an "
                 "attention mask of tokens by tokens, which is not built: train it with context_parallel_size=1, "
                 'sequence_parallel=False and not stream_from_host="model"'
             )
         return self.explicit()
+
+    def plain(self) -> Tensor | None:
+        """Return the mask of all tokens of a row, as plain training has it; `None` if it has none."""
+        return self.tensor() if self.of_all_tokens is None else self.of_all_tokens()
 
     def padded(self, valid: Sequence[tuple[int, int]], tokens: int, may_see_nothing: bool = True) -> MaskPattern | None:
         """Return the pattern in which only valid tokens are keys; `None` if there is none.
@@ -288,40 +300,78 @@ def _documents(edges: Tensor) -> Documents | None:
 def sharded_mask(
     mask_function: MaskFunction,
     current: CurrentLayout,
+    rows: int,
     tokens: int,
     device: torch.device | str,
     may_skip: bool,
     explicit: Callable[[], Tensor],
+    added: torch.dtype | None,
 ) -> MaskPattern:
     """Return the mask of a batch whose layout knows documents and padding.
 
     Args:
         mask_function: A mask function of transformers.
         current: Holds the layout.
+        rows: Number of rows of the batch.
         tokens: Number of tokens that the mask is for: all of a row if the model divides them itself later.
         device: Device of the mask function's tensors.
         may_skip: Whether transformers would leave it to the attention module whether attention is causal.
         explicit: Builds the mask, boolean `[batch, 1, tokens, tokens]`.
+        added: Dtype of the mask that plain training adds to scores; `None` if it has a boolean one.
 
     Raises:
         ValueError: The mask is no pattern, and a process has some of the tokens only.
     """
-    rules = read_rules(mask_function, torch.arange(tokens, device=device)[None])
-    if rules is not None and not rules.chunks and (rules.window is None or rules.causal):
-        return MaskPattern(None if may_skip else rules.causal, rules.window)
     layout = current.layout
     assert layout is not None
+    rules = read_rules(mask_function, torch.arange(tokens, device=device)[None])
+    if rules is not None and not rules.chunks and (rules.window is None or rules.causal):
+        build = functools.partial(_mask_of_all_tokens, rules, rows, layout, device, may_skip, added)
+        return MaskPattern(None if may_skip else rules.causal, rules.window, of_all_tokens=build)
     if current.text_model is None or tokens <= layout.tokens - multiple(layout.ring, layout.ulysses, layout.shards):
-        raise RefusedAtAnyLength(
+        raise AllTokensNeeded(
             "this model has an attention mask that is neither causal, nor a sliding window, nor full, which needs "
             "all tokens at once: train it with context_parallel_size=1, sequence_parallel=False and not "
             'stream_from_host="model"'
         )
-    return _whole_mask(layout, tokens, explicit)
+    return whole_mask(layout, explicit(), added)
 
 
-def _whole_mask(layout: TokenLayout, tokens: int, explicit: Callable[[], Tensor]) -> WholeMask:
+def _mask_of_all_tokens(
+    rules: _MaskRules,
+    rows: int,
+    layout: TokenLayout,
+    device: torch.device | str,
+    may_skip: bool,
+    added: torch.dtype | None,
+) -> Tensor | None:
+    """Return the mask of a pattern for all tokens of a row, `[rows, 1, tokens, tokens]`; `None` if none is needed."""
+    tokens = layout.row_tokens or layout.tokens
+    spec = AttentionSpec(rules.causal, None, rules.window, 0.0, layout.lengths, documents=layout.documents)
+    padded = spec.lengths is not None and min(spec.lengths) < tokens
+    if may_skip and not padded and spec.documents is None:
+        return None
+    everything = range(tokens)
+    mask, causal = block_mask(spec, rows, everything, everything, torch.device(device), flag_with_mask=False)
+    if mask is None:
+        mask = torch.ones((1, 1, tokens, tokens), dtype=torch.bool, device=device)
+        mask = mask.tril() if causal else mask
+    return _as_added(mask.expand(rows, 1, tokens, tokens), added)
+
+
+def _as_added(mask: Tensor, added: torch.dtype | None) -> Tensor:
+    if added is None:
+        return mask
+    return torch.zeros(mask.shape, dtype=added, device=mask.device).masked_fill_(~mask, torch.finfo(added).min)
+
+
+def whole_mask(layout: TokenLayout, mask: Tensor, added: torch.dtype | None = None) -> WholeMask:
     """Return a mask of all tokens of a row, padded like the row.
+
+    Args:
+        layout: Where the tokens of the batch are.
+        mask: The mask, boolean or added to scores, `[batch, 1, tokens, tokens]`.
+        added: Dtype of the mask that plain training adds to scores; `None` if it has this one.
 
     Raises:
         ValueError: Keys and values are on the host, and slices would see later ones.
@@ -331,7 +381,9 @@ def _whole_mask(layout: TokenLayout, tokens: int, explicit: Callable[[], Tensor]
             "this model lets tokens see later ones, such as those of an image each other, and slices with keys on the "
             'host see earlier ones only: set stream_from_host="none"'
         )
-    mask = F.pad(explicit(), (0, layout.tokens - tokens) * 2)
+    tokens = mask.shape[-1]
+    hidden, seen = (torch.finfo(mask.dtype).min, 0.0) if mask.is_floating_point() else (False, True)
+    padded = F.pad(mask, (0, layout.tokens - tokens) * 2, value=hidden)
     # Tokens of the padding see themselves, because kernels do not agree on queries that see nothing.
-    mask.diagonal(dim1=-2, dim2=-1)[..., tokens:] = True
-    return WholeMask(None, None, mask=mask)
+    padded.diagonal(dim1=-2, dim2=-1)[..., tokens:] = seen
+    return WholeMask(None, None, mask=padded, of_all_tokens=functools.partial(_as_added, mask, added))

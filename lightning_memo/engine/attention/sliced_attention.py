@@ -20,6 +20,7 @@ from lightning_memo.engine.memory.host import HostBuffer, HostRange
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.kernels import AttentionBackend, AttentionResult, AttentionSpec
 from lightning_memo.kernels.attention_kernel import (
+    detached,
     gradient_of_sinks,
     merge,
     merge_sinks,
@@ -248,7 +249,7 @@ def attend(backend: AttentionBackend, q: Tensor, k: Tensor, v: Tensor, spec: Att
     Returns:
         The output, `[batch, heads, tokens, head_dim]`, with autograd history.
     """
-    out: Tensor = _WholeAttention.apply(backend, replace(spec, sinks=None), q, k, v, spec.sinks)
+    out: Tensor = _WholeAttention.apply(backend, detached(spec), q, k, v, spec.sinks)
     return out
 
 
@@ -558,8 +559,7 @@ class StreamedUlysses:
         self._copies = self._exchange.copies(q, k)
         k, v = repeat_heads(k, self._copies), repeat_heads(v, self._copies)
         result, k, v = self._inner.forward(index, *self._exchange.to_heads(q, k, v), spec)
-        (out,) = self._exchange.to_tokens(result.out)
-        return replace(result, out=out), k, v
+        return self._exchange.result_to_tokens(result, spec), k, v
 
     def backward(
         self,
@@ -573,6 +573,7 @@ class StreamedUlysses:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of this process's q, k and v; `k` and `v` are those that `forward` returned."""
         dout, q, out = self._exchange.to_heads(dout, q, result.out)
-        gradients = self._inner.backward(index, dout, q, k, v, replace(result, out=out), spec)
+        result = self._exchange.result_to_heads(result, out, spec)
+        gradients = self._inner.backward(index, dout, q, k, v, result, spec)
         dq, dk, dv = self._exchange.to_tokens(*gradients)
         return dq, sum_head_groups(dk, self._copies), sum_head_groups(dv, self._copies)

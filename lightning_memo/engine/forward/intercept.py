@@ -22,7 +22,7 @@ from lightning_memo.engine.forward.cut_tokens import take_tokens
 from lightning_memo.engine.forward.refuse_checkpointing import refuse_without_grad, refusing_checkpoint
 from lightning_memo.engine.memory.saved_storages import gapless_strides
 from lightning_memo.kernels import AttentionSpec
-from lightning_memo.parallel.batches.token_layout import TokenLayout
+from lightning_memo.parallel.batches.token_layout import TokenLayout, with_whole_rows
 from lightning_memo.utils.replaced_functions import function_of, replaced
 
 # q, k, v [batch, heads, tokens, head_dim] and the spec -> output of the same shape
@@ -31,6 +31,7 @@ AttentionHandler = Callable[[Tensor, Tensor, Tensor, AttentionSpec], Tensor]
 _handler: ContextVar[AttentionHandler | None] = ContextVar("attention_handler", default=None)
 # Told why the layer computes an attention call itself.
 _on_leaving: ContextVar[Callable[[str], None] | None] = ContextVar("on_leaving", default=None)
+_layout: ContextVar[TokenLayout | None] = ContextVar("token_layout", default=None)
 _sdpa: Callable[..., Tensor] = torch._C._nn.scaled_dot_product_attention
 _SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 DROPOUTS = (F.dropout, torch.dropout)
@@ -39,6 +40,23 @@ DROPOUTS = (F.dropout, torch.dropout)
 def current_handler() -> AttentionHandler | None:
     """Return the handler of attention calls: the running slice's, or `None` outside of the engine's layers."""
     return _handler.get()
+
+
+def running_layout() -> TokenLayout | None:
+    """Return where the tokens of the running layer are; `None` if this process holds all of them, or outside."""
+    return _layout.get()
+
+
+@contextmanager
+def computing_alone() -> Iterator[None]:
+    """Inside, attention calls and recurrences are the model's own: this process has all tokens."""
+    tokens = [(variable, variable.set(None)) for variable in (_handler, _on_leaving, _layout)]
+    try:
+        with with_whole_rows():
+            yield
+    finally:
+        for variable, token in tokens:
+            variable.reset(token)  # type: ignore[arg-type]
 
 
 def leave_to_model(why: str) -> None:
@@ -153,11 +171,13 @@ def handling(
     trained = torch.is_grad_enabled()
     token = _handler.set(functools.partial(_answer, handler, layout, trained))
     leaving = _on_leaving.set(functools.partial(_leave, layout, on_leaving))
+    where = _layout.set(layout)
     intercepted = replaced(F, "scaled_dot_product_attention", _dispatch_sdpa)
     try:
         with intercepted, unchanged_by_registration(), refusing_checkpoint(layer) if trained else nullcontext():
             yield
     finally:
+        _layout.reset(where)
         _on_leaving.reset(leaving)
         _handler.reset(token)
 

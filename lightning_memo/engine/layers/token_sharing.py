@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,20 +10,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_memo.artifacts.plan import StoragePlan
 from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.modules.gathered_modules import GatheredModules, cached_by_identity, own_of, whole_of
 from lightning_memo.engine.modules.layer_classes import RequestedSettings
 from lightning_memo.engine.modules.layer_forward import read_call
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.recurrence import RecurrentStates
 from lightning_memo.parallel.batches.token_layout import CurrentLayout, TokenLayout, slice_multiple
 from lightning_memo.parallel.context_parallel import ContextGroups
+from lightning_memo.parallel.gathered_tokens import GatheredTokens
 from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.planner.token_slices import TokenRange, plan_of_alpha, slices_of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TokenSharing:
     """The processes that share the tokens of a batch with this one.
 
@@ -37,6 +41,11 @@ class TokenSharing:
     shards: int = 1
     ranks: Ranks | None = None
     current_layout: CurrentLayout = field(default_factory=CurrentLayout)
+
+    @functools.cached_property
+    def gathered(self) -> GatheredModules:
+        """The modules that run on the tokens of all processes."""
+        return GatheredModules(self.context)
 
     @property
     def divided(self) -> bool:
@@ -59,7 +68,34 @@ class TokenSharing:
         x, call = read_call(layer, forward, args, kwargs, self.shards, self.current_layout.layout)
         if self.divided:
             check_tokens(call.layout, call.tokens * self.shards)
-        return x, call
+        return x, replace(call, forward=self.gathered.of(layer, forward))
+
+    def divide_call(
+        self, run: Callable[..., Any], layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a layer on this process's tokens of its input, and gather its output, if layers are to be divided.
+
+        Args:
+            run: Runs the layer on some of the tokens.
+            layer: The layer.
+            forward: The layer's own forward.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+        """
+        layout_of = self.current_layout.of_layers
+        if layout_of is None:
+            return run(layer, forward, *args, **kwargs)
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        x = next((t for t in tensors if t.dim() > 2 and t.is_floating_point()), None)
+        if x is None or not torch.is_grad_enabled():  # a process may evaluate by itself
+            return forward(*args, **kwargs)
+        assert self.context is not None and self.context.everyone is not None
+        tokens = GatheredTokens(layout_of(*x.shape[:2]), self.context.everyone)
+        own = cached_by_identity(functools.partial(own_of, tokens=tokens, rows=x.shape[0]))
+        with self.current_layout.of_layer(tokens.layout):
+            arguments = tree_map(own, (args, kwargs))
+            output = run(layer, forward, *arguments[0], **arguments[1])
+        return tree_map(functools.partial(whole_of, tokens=tokens, rows=x.shape[0], is_output=True), output)
 
     def agreed(self, traits: LayerTraits, device: torch.device) -> LayerTraits:
         """Return the traits by which all processes that share experts run a layer in the same slices.

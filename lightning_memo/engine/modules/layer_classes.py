@@ -23,6 +23,7 @@ from lightning_memo.engine.fp8_modules import (
     why_scaled_by_engine,
     why_scaled_together,
 )
+from lightning_memo.engine.modules.gathered_modules import GatheredModules
 from lightning_memo.engine.modules.layer_probe import BackendOf, LayerTraits, probe_layer
 from lightning_memo.engine.modules.module_attributes import ModuleAttributes
 from lightning_memo.engine.token_locality.prove_locality import Locality, LocalityProofs, prove_locality, why_other_at
@@ -189,14 +190,17 @@ class LayerClasses:
         layers: The layers. If one of them cannot be cut because of its scales, all run as one slice.
         backend_of: Returns the attention kernel.
         settings: The settings that were requested.
+        gathered: The modules that run on the tokens of all processes.
 
     Attributes:
         agreed: Traits on which all processes have agreed.
         routes: Whether some layer that has run chooses indices by values.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], backend_of: BackendOf, settings: RequestedSettings) -> None:
-        self._layers = layers
+    def __init__(
+        self, layers: Sequence[nn.Module], backend_of: BackendOf, settings: RequestedSettings, gathered: GatheredModules
+    ) -> None:
+        self._layers, self._gathered = layers, gathered
         self._why_scaled: str | None = None
         self._backend_of = backend_of
         self._settings = settings
@@ -307,24 +311,28 @@ class LayerClasses:
         elif any_other:
             locality = Locality(f"{call.name} gets other arguments in each call")
         elif call.tokens > 1:
-            locality = self._proofs.of(call, x, (kind, inner, _gradients_of(x)))
+            gathers = not self._gathered.why_not(call)
+            locality = self._proofs.of(call, x, (kind, inner, _gradients_of(x)), gathers)
         if locality.why_not and call.layout is not None and self._settings.divided and call.tokens > 1:
             raise ValueError(
                 f"{locality.why_not}, and the tokens of a sequence are divided over processes: train this model with "
                 "context_parallel_size=1 and sequence_parallel=False"
             )
-        traits = self._probe(call, x, kind)
+        self._gathered.use(call.layer, locality.gathered)
+        traits = self._probe(call, x, kind, None if locality.gathered else self._settings.probed_tokens)
         why = locality.why_not or traits.unsliceable
+        if not why and locality.gathered:
+            why = f"{call.name} needs the tokens of all processes at once"
         if not why and locality.hands_states and (traits.needs_full_attention or self._settings.joint_attention):
             why = f"{call.name} hands a state from token to token, and attention needs all tokens at once"
         return replace(traits, unsliceable=why, locality=locality)
 
-    def _probe(self, call: LayerCall, x: Tensor, kind: object) -> LayerTraits:
+    def _probe(self, call: LayerCall, x: Tensor, kind: object, longest: int | None) -> LayerTraits:
         """Return the traits that a probe finds, which layers of one kind share if they do not ask for gradients."""
         asked, shared = (kind, _gradients_of(x)), self._probed.get(kind)
         traits = self._probed.get(asked) if shared is None or shared.inspects_grad else shared
         if traits is None:
-            traits = self._probed[asked] = probe_layer(call, x, self._backend_of, self._settings.probed_tokens)
+            traits = self._probed[asked] = probe_layer(call, x, self._backend_of, longest)
             self._probed.setdefault(kind, traits)
         return traits
 

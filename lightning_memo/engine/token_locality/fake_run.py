@@ -205,6 +205,7 @@ def running(
     attend: Callable[..., Tensor],
     on_leaving: Callable[[str], None] = refuse,
     hand: StateHandler = _refuse_state,
+    forward_of: Callable[[str, nn.Module], Callable[..., Any]] | None = None,
 ) -> Iterator[LocalFunctions]:
     """Inside this context, a layer runs on fake tensors and leaves no trace.
 
@@ -216,6 +217,8 @@ def running(
         attend: Answers attention calls.
         on_leaving: Told why, if the layer computes an attention call or a recurrence itself.
         hand: Answers calls of functions that hand a state from token to token. By default they are refused.
+        forward_of: Returns what stands for the forward of a module inside of the layer, by its dotted name; `None` if
+            modules run by their own.
 
     Raises:
         TokensMixed: The layer writes to an attribute or to an argument, which slices would do more than once.
@@ -228,7 +231,7 @@ def running(
         without_global_hooks(),
         _without_log(),
         _without_autocast_cache(),
-        _prepared(call, tracker, mode, unused),
+        _prepared(call, tracker, mode, unused, forward_of),
         handling(attend, call.layer, on_leaving=on_leaving),
         handing(call.layer, hand, on_leaving),
         call.mode(TokenRange(0, call.tokens, KEPT)),
@@ -277,7 +280,11 @@ def _without_gradients(layer: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _prepared(
-    call: LayerCall, tracker: TokenTracker | None, mode: TrialMode, unused: Collection[Place]
+    call: LayerCall,
+    tracker: TokenTracker | None,
+    mode: TrialMode,
+    unused: Collection[Place],
+    forward_of: Callable[[str, nn.Module], Callable[..., Any]] | None,
 ) -> Iterator[None]:
     """Prepare the modules of a layer for fake tensors, and undo that and the writes of a forward."""
     before = HeldState(call.layer, ())
@@ -288,6 +295,9 @@ def _prepared(
             m._buffers.update({name: None if t is None else mode.buffer(t) for name, t in m._buffers.items()})
             if (forward := forward_in_shape(m, tracker)) is not None:
                 m.forward = forward
+        for path, m in call.layer.named_modules() if forward_of is not None else ():
+            if m is not call.layer:
+                m.forward = forward_of(path, m)
         known = HeldState(call.layer, (call.args, call.kwargs))
         try:
             try:

@@ -36,6 +36,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._pytree import tree_map_only
 
+from lightning_memo.engine.attention.mask_patterns import AllTokensNeeded
 from lightning_memo.engine.forward.collected_outputs import TokenPlace, split_output
 from lightning_memo.engine.forward.cut_tokens import token_dim_of
 from lightning_memo.engine.forward.layer_call import LayerCall
@@ -52,6 +53,7 @@ from lightning_memo.engine.token_locality.fake_run import (
     trial,
     trial_error,
 )
+from lightning_memo.engine.token_locality.gathered_in_shape import GatheredInShape
 from lightning_memo.engine.token_locality.operator_rules import TOKENS, Dims, TokensMixed, holds_tokens
 from lightning_memo.engine.token_locality.stand_ins import attend_in_shape, attended, hand_in_shape, handed
 from lightning_memo.engine.token_locality.token_tracker import (
@@ -59,6 +61,7 @@ from lightning_memo.engine.token_locality.token_tracker import (
     OperationLog,
     Step,
     TokenTracker,
+    Whereabouts,
     difference_of,
     step_of_attention,
     step_of_recurrence,
@@ -91,6 +94,8 @@ class Locality:
         unused: Attributes without which the proof was made.
         operations: The operations of the proof.
         lengths: Numbers of tokens at which the layer is known to make the operations of the proof.
+        where: Dotted name of the module that may mix tokens; empty for the layer itself.
+        gathered: Dotted names of the modules that run on the tokens of all processes.
     """
 
     why_not: str
@@ -98,6 +103,8 @@ class Locality:
     unused: frozenset[Place] = frozenset()
     operations: list[Step] = field(default_factory=list, compare=False)
     lengths: set[int] = field(default_factory=set, compare=False)
+    where: str = ""
+    gathered: frozenset[str] = frozenset()
 
     @property
     def hands_states(self) -> bool:
@@ -120,7 +127,7 @@ class LocalityProofs:
         """Forget all proofs."""
         self._proofs.clear()
 
-    def of(self, call: LayerCall, x: Tensor, kind: object) -> Locality:
+    def of(self, call: LayerCall, x: Tensor, kind: object, gathers: bool = False) -> Locality:
         """Return whether a layer computes each token by itself outside attention.
 
         Args:
@@ -128,6 +135,7 @@ class LocalityProofs:
             x: The layer's input.
             kind: What the layer and the call have in common with others: classes of modules, shapes of parameters, and
                 the form of the call.
+            gathers: Whether modules that mix tokens may run on the tokens of all processes.
         """
         if hooked_module(call.layer):
             return prove_locality(call, x)
@@ -142,9 +150,19 @@ class LocalityProofs:
             unused = proof.unused | unlike
         else:
             unused = self._unlike_others(call.layer)
-        locality = prove_locality(call, x, unused)
+        none = frozenset[str]() if gathers else None
+        locality = prove_locality(call, x, unused, none)
         if locality.why_not and unused:
-            unused, locality = frozenset(), prove_locality(call, x)
+            differing, unused = unused, frozenset()
+            locality = prove_locality(call, x, gathered=none)
+            if locality.why_not and gathers:
+                locality = _gathering(call, x, locality)
+                again = (
+                    prove_locality(call, x, differing, locality.gathered) if "" not in locality.gathered else locality
+                )
+                unused, locality = (differing, again) if not again.why_not else (unused, locality)
+        elif locality.why_not and gathers:
+            locality = _gathering(call, x, locality)
         self._proofs[kind] = [*proofs, _Proof(attributes, unused, locality)][-_MOST_PROOFS:]
         return locality
 
@@ -230,7 +248,28 @@ def _same(a: Any, b: Any) -> bool:
     return False
 
 
-def prove_locality(call: LayerCall, x: Tensor, unused: Collection[Place] = ()) -> Locality:
+def _gathering(call: LayerCall, x: Tensor, locality: Locality) -> Locality:
+    """Return a proof for a layer of which some modules run on the tokens of all processes.
+
+    Args:
+        call: The layer and its arguments.
+        x: The layer's input.
+        locality: The proof that has failed, in one of these modules.
+    """
+    gathered: frozenset[str] = frozenset()
+    while locality.why_not:
+        where = locality.where
+        if not where or where in gathered:
+            return Locality("", gathered=frozenset({""}))
+        gathered = frozenset({where, *(path for path in gathered if not path.startswith(f"{where}."))})
+        locality = prove_locality(call, x, (), gathered)
+    # Processes would wait for each other's states and tokens in orders that autograd may choose unlike.
+    return Locality("", gathered=frozenset({""})) if locality.hands_states else locality
+
+
+def prove_locality(
+    call: LayerCall, x: Tensor, unused: Collection[Place] = (), gathered: frozenset[str] | None = None
+) -> Locality:
     """Return whether a layer computes each token by itself outside attention.
 
     Args:
@@ -238,19 +277,26 @@ def prove_locality(call: LayerCall, x: Tensor, unused: Collection[Place] = ()) -
         x: The layer's input.
         unused: Attributes of the layer's modules, by dotted name of the module and name, without which the proof has to
             do.
+        gathered: Dotted names of the modules that run on the tokens of all processes; `None` if none may.
 
     Raises:
         ValueError: The layer keeps or changes tensors where a run cannot be undone, saves tensors before they are
             filled, or is refused at any number of tokens.
     """
-    return trial(call.name, functools.partial(_prove, call, x, unused))
+    return trial(call.name, functools.partial(_prove, call, x, unused, gathered))
 
 
-def _prove(call: LayerCall, x: Tensor, unused: Collection[Place], mode: TrialMode) -> Locality:
-    name = call.name
-    trackers = [ForwardTracker(tokens) for tokens in unlike_other_sizes(call, call.tokens, x)]
+def _prove(
+    call: LayerCall, x: Tensor, unused: Collection[Place], gathered: frozenset[str] | None, mode: TrialMode
+) -> Locality:
+    name, whereabouts = call.name, Whereabouts()
+    trackers = [ForwardTracker(tokens, whereabouts) for tokens in unlike_other_sizes(call, call.tokens, x)]
     try:
-        locality = _compared(call, x, trackers, unused, mode)
+        locality = _compared(call, x, trackers, unused, gathered, whereabouts, mode)
+    except AllTokensNeeded as needed:
+        if gathered is None:
+            raise
+        locality = Locality(str(needed))
     except (torch.OutOfMemoryError, RefusedAtAnyLength):
         raise  # the first says nothing of the layer
     except Exception as error:  # whatever a layer raises on tensors without values, it is not proven
@@ -260,11 +306,17 @@ def _prove(call: LayerCall, x: Tensor, unused: Collection[Place], mode: TrialMod
             f"{name} calls rrelu, which fills a tensor after autograd has saved it, so that it can be neither swapped "
             "nor recomputed: use leaky_relu"
         )
-    return locality
+    return replace(locality, where=whereabouts.failed or "") if locality.why_not else locality
 
 
 def _compared(
-    call: LayerCall, x: Tensor, trackers: Sequence[ForwardTracker], unused: Collection[Place], mode: TrialMode
+    call: LayerCall,
+    x: Tensor,
+    trackers: Sequence[ForwardTracker],
+    unused: Collection[Place],
+    gathered: frozenset[str] | None,
+    whereabouts: Whereabouts,
+    mode: TrialMode,
 ) -> Locality:
     """Run a layer on few and on many tokens.
 
@@ -274,14 +326,14 @@ def _compared(
     name = call.name
     if hooked := hooked_module(call.layer):
         raise TokensMixed(f"hooks on {hooked} would see the tokens of one slice only")
-    sides, sides_of_more = [_run(call, x, tracker, unused, mode) for tracker in trackers]
+    sides, sides_of_more = [_run(call, x, tracker, unused, gathered, whereabouts, mode) for tracker in trackers]
     short, long = trackers
     if why := difference_of(short.steps, long.steps):
         return Locality(f"{name} computes otherwise with more tokens: {why}")
     if sides != sides_of_more:
         return Locality(f"{name} returns something else with more tokens")
     places = tuple(side if isinstance(side, TokenPlace) else None for side in sides)
-    locality = Locality("", places, frozenset(unused), short.operations)
+    locality = Locality("", places, frozenset(unused), short.operations, gathered=gathered or frozenset())
     lengths = {call.tokens} if call.layout is None else {call.tokens, call.layout.tokens}
     if why := _why_other_at(call, x, lengths, locality, mode):
         return Locality(why)
@@ -304,7 +356,7 @@ def why_other_at(call: LayerCall, x: Tensor, lengths: Collection[int], proven: L
 def _why_other_at(call: LayerCall, x: Tensor, lengths: Collection[int], proven: Locality, mode: TrialMode) -> str:
     try:
         for tokens in sorted(lengths):
-            if why := difference_of(proven.operations, _operations_at(call, x, tokens, proven.unused, mode)):
+            if why := difference_of(proven.operations, _operations_at(call, x, tokens, proven, mode)):
                 return f"{call.name} computes otherwise for {tokens} tokens: {why}"
     except RefusedAtAnyLength:
         raise
@@ -313,7 +365,7 @@ def _why_other_at(call: LayerCall, x: Tensor, lengths: Collection[int], proven: 
     return ""
 
 
-def _operations_at(call: LayerCall, x: Tensor, tokens: int, unused: Collection[Place], mode: TrialMode) -> list[Step]:
+def _operations_at(call: LayerCall, x: Tensor, tokens: int, proven: Locality, mode: TrialMode) -> list[Step]:
     """Run a layer on fake tensors of some number of tokens, and return its operations."""
     log = OperationLog()
 
@@ -328,13 +380,20 @@ def _operations_at(call: LayerCall, x: Tensor, tokens: int, unused: Collection[P
     arguments = tree_map_only(Tensor, make, (call.args, call.kwargs))
     fake_call = replace(call, args=arguments[0], kwargs=arguments[1], tokens=tokens, shards=1, layout=None)
     fake_x = make(x).requires_grad_(x.requires_grad)
-    with running(fake_call, None, mode, unused, attend, hand=hand), mode, log:
+    forward_of = _forward_of(call, tokens, proven.gathered, Whereabouts(), log, mode)
+    with running(fake_call, None, mode, proven.unused, attend, hand=hand, forward_of=forward_of), mode, log:
         fake_call.run(fake_x.clone(), TokenRange(0, tokens, KEPT))
     return log.operations
 
 
 def _run(
-    call: LayerCall, x: Tensor, tracker: ForwardTracker, unused: Collection[Place], mode: TrialMode
+    call: LayerCall,
+    x: Tensor,
+    tracker: ForwardTracker,
+    unused: Collection[Place],
+    gathered: frozenset[str] | None,
+    whereabouts: Whereabouts,
+    mode: TrialMode,
 ) -> list[object]:
     """Run a layer on fake tensors of the tracker's number of tokens, to the end of its forward.
 
@@ -349,7 +408,8 @@ def _run(
     fake_call = replace(call, args=arguments[0], kwargs=arguments[1], tokens=tokens, shards=1, layout=None)
     attend = tracker.noting(step_of_attention, functools.partial(attend_in_shape, tracker, call.shards))
     hand = tracker.noting(step_of_recurrence, functools.partial(_hand, tracker, call))
-    with running(fake_call, tracker, mode, unused, attend, tracker.refuse, hand) as functions:
+    forward_of = _forward_of(call, tokens, gathered, whereabouts, tracker, mode)
+    with running(fake_call, tracker, mode, unused, attend, tracker.refuse, hand, forward_of) as functions:
         fake_x = make(x).requires_grad_(x.requires_grad)
         with mode, tracker, _first_reason(tracker):
             output = fake_call.run(fake_x.clone(), TokenRange(0, tokens, KEPT))  # it may change its input
@@ -362,6 +422,21 @@ def _run(
             with mode, tracker, tracker.backward(), _first_reason(tracker):
                 _check_backward(outputs, fake_x, call.layer, tracker)
         return places
+
+
+def _forward_of(
+    call: LayerCall,
+    tokens: int,
+    gathered: frozenset[str] | None,
+    whereabouts: Whereabouts,
+    log: OperationLog,
+    mode: TrialMode,
+) -> Callable[[str, nn.Module], Callable[..., Any]] | None:
+    """Return what stands for the forwards of modules, if some may run on the tokens of all processes."""
+    if gathered is None or call.layout is None:
+        return None
+    all_tokens = call.layout.row_tokens or call.layout.tokens
+    return GatheredInShape(gathered, tokens, all_tokens, call.batch, mode, log, whereabouts).forward_of
 
 
 def _hand(tracker: TokenTracker, call: LayerCall, state_call: StateCall) -> Tensor:

@@ -9,6 +9,7 @@ and by the numbers that are no sizes.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -60,6 +61,39 @@ _FILLS = {_aten.full: 1, _aten.new_full: 2}  # the place of the argument that is
 Step = tuple[str, tuple[object, ...]]
 
 
+class Whereabouts:
+    """Knows which module of a layer runs.
+
+    Attributes:
+        path: Dotted name of the innermost module that runs; empty for the layer itself.
+        failed: That of the module in which a proof has failed; `None` if none has.
+    """
+
+    def __init__(self) -> None:
+        self.path = ""
+        self.failed: str | None = None
+
+    def noting(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward of a module, which notes when it runs."""
+
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before, self.path = self.path, path
+            try:
+                return forward(*args, **kwargs)
+            except Exception:
+                self.note_failure()
+                raise
+            finally:
+                self.path = before
+
+        return run
+
+    def note_failure(self) -> None:
+        """Note that the proof has failed in the module that runs, unless it has failed before."""
+        self.failed = self.path if self.failed is None else self.failed
+
+
 class OperationLog(TorchDispatchMode):
     """Notes the operations that run inside this context, at any number of tokens.
 
@@ -86,6 +120,12 @@ class OperationLog(TorchDispatchMode):
                 return answer(*call)
 
         return noted
+
+    @contextlib.contextmanager
+    def unfollowed(self) -> Iterator[None]:
+        """Inside this context, a module runs on the tokens of all processes."""
+        with self._unnoted():
+            yield
 
     @contextlib.contextmanager
     def _unnoted(self) -> Iterator[None]:
@@ -273,25 +313,42 @@ class TokenTracker(OperationLog):
 class ForwardTracker(TokenTracker):
     """Follows the tokens until they are mixed, and lets the forward run on, because more is to be seen of it.
 
+    Args:
+        tokens: As for :class:`TokenTracker`.
+        whereabouts: Knows which module runs.
+
     Attributes:
         why_mixed: Why tokens may be mixed; empty as long as they are not.
     """
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: int, whereabouts: Whereabouts) -> None:
         super().__init__(tokens)
         self.why_mixed = ""
+        self._whereabouts, self._follows = whereabouts, True
 
     def refuse(self, why: str) -> None:
         """Note that tokens may be mixed."""
-        self.why_mixed = self.why_mixed or why
+        if self._follows and not self.why_mixed:
+            self.why_mixed = why
+            self._whereabouts.note_failure()
+
+    @contextlib.contextmanager
+    def unfollowed(self) -> Iterator[None]:
+        """Inside this context, a module runs on the tokens of all processes, and relates them."""
+        before, self._follows = self._follows, False
+        try:
+            with self._unnoted():
+                yield
+        finally:
+            self._follows = before
 
     def dims(self, t: Tensor) -> Dims:
-        return ((),) * t.dim() if self.why_mixed else super().dims(t)
+        return super().dims(t) if self._follows and not self.why_mixed else ((),) * t.dim()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not self.why_mixed:
+        if self._follows and not self.why_mixed:
             try:
                 return super().__torch_dispatch__(func, types, args, kwargs)
             except TokensMixed as mixed:

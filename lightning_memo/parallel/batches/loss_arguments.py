@@ -284,6 +284,11 @@ class RouterLosses:
         def begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self._group is None and self._current.layout is None:
                 return
+            if self._current.of_layers is not None and _asks_for_router_logits(model, kwargs):
+                raise ValueError(
+                    f"{class_name(model)} computes a loss from its router logits, and only its layers are divided, so "
+                    "that each process has those of its own tokens: set output_router_logits=False"
+                )
             # Text is generated token by token, and not by all processes alike.
             if not (torch.is_grad_enabled() or kwargs.get("labels") is not None):
                 return

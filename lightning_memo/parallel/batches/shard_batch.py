@@ -10,6 +10,11 @@ all tokens, and puts the features of images in the places of their tokens. Every
 the embedding on whole rows, and the arguments of the text model inside are divided. The gradient that the embedding and
 the tower get in a process is the part that comes through its own tokens; the sum over processes is the whole gradient.
 
+A model that counts positions itself, makes masks without transformers' functions, or takes no divided labels gets the
+whole batch, too, and every process runs all of it but the layers. Each call of a layer is divided: its input is cut,
+and its output gathered. The gradients of both add over the processes, so that the mean over them is the gradient,
+whatever is between the layers.
+
 Lightning divides map-style datasets by a distributed sampler and does not divide iterable datasets.
 """
 
@@ -18,7 +23,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,6 +75,9 @@ class BatchSharder:
         contiguous: As `contiguous` of the layout.
         documents_of: Returns the positions at which packed documents start in each row, from a batch and its rows.
         in_model: Whether the model divides its tokens itself; see Note: [Where tokens are divided].
+        divides_layers: Whether each call of a layer may be divided by itself.
+        why_layers: Why it has to be, as a clause, whatever the batch; empty if it has not.
+        row_positions: Whether the model needs positions of each row, as those of several axes do.
     """
 
     ring: int = 1
@@ -86,6 +94,9 @@ class BatchSharder:
     contiguous: bool = False
     documents_of: Callable[[Batch, int], tuple[tuple[int, ...], ...] | None] = packed_documents
     in_model: bool = False
+    divides_layers: bool = False
+    why_layers: str = ""
+    row_positions: bool = False
 
     @property
     def cuts(self) -> bool:
@@ -116,6 +127,12 @@ class BatchSharder:
         """
         if not self.cuts:
             return self._with_item_count(batch), None
+        if self.why_layers and not self.divides_layers:
+            raise ValueError(
+                f"the model {self.why_layers}, so that its batches cannot be divided, and its layers only with context "
+                "parallelism: set sequence_parallel=False, and with context_parallel_size no slices on the host "
+                "and no pipeline"
+            )
         rows, tokens, device = _size(batch)
         layout = self.layout_of(batch)
         targets = self._targets(batch, rows, tokens)
@@ -124,13 +141,77 @@ class BatchSharder:
         if not self.in_model:
             part.pop("attention_mask", None)
             part.update({name: own.cut(value) for name, value in part.items() if _is_per_token(value, rows, tokens)})
-            part["position_ids"] = own.positions(batch.get("position_ids"), tokens)
+            positions = own.positions(batch.get("position_ids"), tokens)
+            part["position_ids"] = positions.expand(rows, -1) if self.row_positions else positions
         if targets is not None:
             part["shift_labels"] = own.cut(targets, IGNORED)
             if self.takes_loss_arguments or "labels" in part:
                 part["labels"] = part["shift_labels"].as_subclass(ShiftedLabels)
             part["num_items_in_batch"] = self._item_count(targets)
         return part, layout
+
+    def why_in_layers(self, batch: Any) -> str:
+        """Returns why each call of a layer is divided by itself, as a clause; empty if the batch is divided.
+
+        Args:
+            batch: Whole batch from the loader.
+        """
+        if not (self.cuts and self.divides_layers and isinstance(batch, MutableMapping)):
+            return ""
+        tokens, labels = _token_tensor(batch), batch.get("labels")
+        if self.why_layers or tokens is None:
+            return self.why_layers or "takes a batch without input_ids or inputs_embeds"
+        if not self.in_model and any(name.startswith("pixel_values") for name in batch):
+            return "puts features of images among all tokens of a row"
+        if labels is None or batch.get("shift_labels") is not None or self.why_loss_unfit:
+            return ""
+        divisible = self.takes_loss_arguments and labels.shape == tokens.shape[:2]
+        return "" if divisible else "computes its loss from the labels of all tokens"
+
+    def shard_layers(self, batch: Batch) -> Batch:
+        """Returns a batch for a model of which each call of a layer is divided by itself.
+
+        Raises:
+            ValueError: Rows hold several documents.
+        """
+        tokens = _token_tensor(batch)
+        if tokens is not None and packed_documents(batch, tokens.shape[0]) is not None:
+            raise ValueError(
+                "position_ids tell that rows hold several documents, and only the layers of this model are divided: "
+                "pass one document in each row, or set context_parallel_size=1"
+            )
+        alone = replace(self, ranks=self.ranks // (self.ring * self.ulysses))
+        whole: Batch = alone._with_item_count(batch)
+        return whole
+
+    def layout_of_layer(self, batch_rows: int, rows: int, tokens: int) -> TokenLayout:
+        """Returns the layout of one call of a layer.
+
+        Args:
+            batch_rows: Number of rows of the batch.
+            rows: First dimension of the layer's input.
+            tokens: Its second dimension.
+
+        Raises:
+            ValueError: The first dimension is not that of rows.
+        """
+        if rows != batch_rows:
+            raise ValueError(
+                f"only the layers of this model are divided, and one got [{rows}, {tokens}, ...] for a batch of "
+                f"{batch_rows} rows, so that it is not known where its tokens are: set context_parallel_size=1"
+            )
+        needed = multiple(self.ring, self.ulysses, self.shards)
+        padded = -(-tokens // needed) * needed
+        return TokenLayout(
+            tokens=padded,
+            ring=self.ring,
+            ring_rank=self.ring_rank,
+            ulysses=self.ulysses,
+            ulysses_rank=self.ulysses_rank,
+            contiguous=self.contiguous,
+            lengths=(tokens,) * rows if padded > tokens else None,
+            row_tokens=tokens,
+        )
 
     def layout_of(self, batch: Any) -> TokenLayout:
         """Returns the layout of the tokens of a batch that is divided.
@@ -162,6 +243,7 @@ class BatchSharder:
             documents=self.documents_of(batch, rows),
             lengths=lengths,
             largest_position=largest_position(batch, tokens),
+            row_tokens=tokens,
         )
 
     def _targets(self, batch: Batch, rows: int, tokens: int) -> Tensor | None:
@@ -208,6 +290,13 @@ class BatchSharder:
             dist.all_reduce(count, group=self.data_group)
         # A batch without any label has loss 0, not 0 / 0.
         return count.clamp(min=1).float() / self.ranks
+
+
+def rows_of(batch: Batch) -> int:
+    """Returns the number of rows of a batch: the first dimension of its tokens, or else of its labels."""
+    tokens = _token_tensor(batch)
+    tokens = _first_tensor(batch.get("labels", batch)) if tokens is None else tokens
+    return 0 if tokens is None else tokens.shape[0]
 
 
 def _token_tensor(batch: Any) -> Tensor | None:

@@ -22,7 +22,8 @@ import functools
 import inspect
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -57,6 +58,42 @@ def why_positions_unknown(model: nn.Module) -> str:
     if any(hasattr(module, "axial_pos_shape") for module in model.modules()):
         return "has axial positions for sequences of one length"
     return ""
+
+
+def takes_attention_functions(model: nn.Module) -> bool:
+    """Return whether a Hugging Face model calls the attention function that it is told, and makes masks for it."""
+    hosts: list[Any] = [module for module in model.modules() if hasattr(module, "set_attn_implementation")]
+    ask_classes_of_transformers(hosts)
+    return all(host._can_set_attn_implementation() and not asks_attention_name(host) for host in hosts)
+
+
+def asks_attention_name(model: nn.Module) -> bool:
+    """Return whether attention of a Hugging Face model computes otherwise with other functions than transformers' own.
+
+    Sparse attention leaves the choice of keys to functions that it does not know by name.
+    """
+    config = model.config
+    parts = {type(module) for module in model.modules() if getattr(module, "config", None) is config}
+    return any("Attention" in kind.__name__ and _names_sdpa(kind) for kind in parts)
+
+
+@functools.cache
+def _names_sdpa(kind: type[nn.Module]) -> bool:
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    constants = () if code is None else code.co_consts
+    return any("sdpa" in each if isinstance(each, tuple) else each == "sdpa" for each in constants)
+
+
+def ask_classes_of_transformers(models: Iterable[nn.Module]) -> None:
+    """Let transformers find out from the source of its own classes whether models take attention functions.
+
+    FSDP2 gives a model a class of its own, derived from the model's class, whose source says nothing. It inherits the
+    answer.
+    """
+    for model in models:
+        kinds = (kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
+        if (kind := next(kinds, None)) is not None:
+            kind._can_set_attn_implementation()  # type: ignore[attr-defined]
 
 
 def _counts_padding(module: nn.Module) -> bool:
@@ -159,7 +196,7 @@ def separate_documents(
         ValueError: Rows are packed, and plain training would let their documents see each other.
     """
     documents = packed_documents(batch, rows)
-    if documents is not None and batch["position_ids"].ndim == 2 and _has_axes(model):
+    if documents is not None and batch["position_ids"].ndim == 2 and has_axes(model):
         raise ValueError(
             "position_ids tell that rows hold several documents, and positions of this model have several axes "
             "(M-RoPE): give position_ids [4, batch, tokens], the positions in the text first, or pass one document in "
@@ -210,7 +247,7 @@ def find_mixed_documents(model: nn.Module, makes_cache: bool | None = None) -> M
     return caching
 
 
-def _has_axes(model: nn.Module) -> bool:
+def has_axes(model: nn.Module) -> bool:
     """Return whether positions of a model of transformers are those in time, height and width."""
     configs = (host.config.get_text_config() for host in find_hugging_face(model))  # type: ignore[union-attr, operator]
     return any("mrope_section" in (getattr(config, "rope_parameters", None) or ()) for config in configs)
@@ -344,6 +381,7 @@ class TokenLayout:
         lengths: Number of valid tokens in each batch row (right padding); `None` if all tokens are valid.
         largest_position: Largest position of the batch without padding, on which some rotary frequencies depend;
             `None` for `tokens - 1`.
+        row_tokens: Number of tokens of a row before the rows were padded to `tokens`; `None` if they were not.
 
     Raises:
         ValueError: The numbers are inconsistent. The message names them.
@@ -361,6 +399,7 @@ class TokenLayout:
     documents: Documents | None = None
     lengths: tuple[int, ...] | None = None
     largest_position: int | None = None
+    row_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self._check_ranks()
@@ -472,31 +511,70 @@ class TokenLayout:
             raise ValueError(f"documents of {len(self.documents)} batch rows, but lengths of {len(self.lengths)}")
 
 
+_whole: ContextVar[bool] = ContextVar("whole_rows", default=False)
+
+
+@contextlib.contextmanager
+def with_whole_rows() -> Iterator[None]:
+    """Within this context, modules get the tokens of all processes, as in plain training."""
+    token = _whole.set(True)
+    try:
+        yield
+    finally:
+        _whole.reset(token)
+
+
+def has_whole_rows() -> bool:
+    """Return whether the running module has the tokens of all processes, although its layer does not."""
+    return _whole.get()
+
+
 class CurrentLayout:
     """The layout of the current batch. The object that divides batches owns and sets it.
 
     Attributes:
-        layout: Layout of the tokens of the batch; `None` if this rank holds all tokens in order.
+        layout: Layout of the tokens of the batch; `None` if this rank holds all tokens in order, or if the running
+            module does.
         text_model: The module whose forward divides the tokens: see Note: [Where tokens are divided]. `None` if the
             batch is divided before any module gets it.
         largest_position: Returns the largest position of the batch, while the model gets some of its rows only;
             otherwise `None`.
+        of_layers: Returns the layout of a layer call from its rows and tokens, if each call of a layer is divided by
+            itself; `None` if the batch is divided. See Note: [Where tokens are divided].
         is_whole: Whether the running forward is not divided, although others are.
         sharers: The processes that all get the last hidden states of whole rows in the running forward; `None` if no
             others do.
     """
 
     def __init__(self) -> None:
-        self.layout: TokenLayout | None = None
+        self._layout: TokenLayout | None = None
         self.is_whole = False
         self.sharers: dist.ProcessGroup | None = None
         self.text_model: nn.Module | None = None
         self.largest_position: Callable[[], int] | None = None
+        self.of_layers: Callable[[int, int], TokenLayout] | None = None
         self._beside: CurrentLayout | None = None
+
+    @property
+    def layout(self) -> TokenLayout | None:
+        return None if _whole.get() else self._layout
+
+    @layout.setter
+    def layout(self, layout: TokenLayout | None) -> None:
+        self._layout = layout
 
     def clear(self) -> None:
         """Reset the layout when no batch is in use."""
-        self.layout = self.sharers = None
+        self.layout = self.of_layers = self.sharers = None
+
+    @contextlib.contextmanager
+    def of_layer(self, layout: TokenLayout) -> Iterator[None]:
+        """Within this context, a layer runs on its tokens of this layout."""
+        self.layout = layout
+        try:
+            yield
+        finally:
+            self.layout = None
 
     @contextlib.contextmanager
     def of_rows(self, largest_position: Callable[[], int]) -> Iterator[None]:

@@ -33,7 +33,12 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_memo.parallel.batches.loss_arguments import RouterLosses
 from lightning_memo.parallel.batches.shard_batch import Batch, TextModelInputs
-from lightning_memo.parallel.batches.token_layout import CurrentLayout, TokenLayout, why_positions_unknown
+from lightning_memo.parallel.batches.token_layout import (
+    CurrentLayout,
+    TokenLayout,
+    takes_attention_functions,
+    why_positions_unknown,
+)
 from lightning_memo.parallel.collectives import all_gather_single, reduce_scatter_single
 from lightning_memo.utils.cache_names import CACHE_NAMES, given_cache
 from lightning_memo.utils.class_names import class_name
@@ -85,6 +90,11 @@ class WholeRows:
             )
         self._host, self._model = host, model
         self.text_model: nn.Module = find_text_model(model) or _innermost(host, layers)
+        if not takes_attention_functions(self.text_model):
+            raise ValueError(
+                f"{class_name(self.text_model)} makes attention masks of all tokens itself, and loops divide all of a "
+                "model: set context_parallel_size=1, or train it with MemoStrategy, which divides its layers"
+            )
         self._current, self._router_losses, self._group = current, router_losses, group
         self._is_sharded = _averages_shards(model)
         self._running: nn.Module | None = None
@@ -117,6 +127,7 @@ class WholeRows:
         stack.callback(self.text_model.register_forward_hook(self._gather).remove)
         stack.callback(self._router_losses.attach(self._host))
         for module in dict.fromkeys((self.text_model, self._host)):
+            stack.callback(module.register_forward_hook(self._gather_routers).remove)
             stack.callback(module.register_forward_hook(end, always_call=True).remove)
 
     def _begin(
@@ -183,11 +194,24 @@ class WholeRows:
                     f"{class_name(text_model)} returns {name}, which would be computed from this process's tokens: "
                     "leave them out, or set context_parallel_size=1"
                 )
-        # A cache has the keys of this process's tokens; router logits are summed over the processes.
+        # A cache has the keys of this process's tokens; the model's own loss sums router logits over the processes.
         kept = {name: value for name, value in output.items() if name not in CACHE_NAMES}
         return type(output)(
             **{k: v if k == "router_logits" else tree_map_only(Tensor, whole, v) for k, v in kept.items()}
         )
+
+    def _gather_routers(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        layout = self._current.layout
+        if self._running is not module or layout is None or not isinstance(output, Mapping):
+            return None
+        if output.get("router_logits") is None:
+            return None
+        rows = _Rows(layout, self._tokens, self._group)
+
+        def whole(t: Tensor) -> Tensor:
+            return _Gathered.apply(t.unflatten(0, (-1, layout.local_tokens)), rows).flatten(0, 1)
+
+        return type(output)(**{**output, "router_logits": tree_map_only(Tensor, whole, output["router_logits"])})
 
 
 def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 import transformers
 from support.attention import attention_models
 from support.attention.recorded_training import BOUND, Recording, errors, gradient_errors, plain_training, train
+from support.divided_training import RING, check
 from support.families import FAMILIES, VOCABULARY, make_batch
 from support.harness import Batch, EngineUnderTest
 from support.markers.slow import slow_if
@@ -267,29 +268,10 @@ def test_windows_by_masks_only_in_slices_of_the_model() -> None:
     assert max(found.values()) < BOUND, found
 
 
-def refusal(build: Callable[[], nn.Module], batch: Callable[[], Batch]) -> str:
-    """Train in one of two processes, each of which has half of the tokens; return the message that refuses it."""
-    data = batches([batch()])
-    try:
-        fit(MemoStrategy(context_parallel_size=2), Recording(build), data, max_steps=1, devices=2)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 @pytest.mark.parametrize(("build", "batch"), [(llama4, text), (prefix_lm, text)])
-def test_refusals_among_processes(build: Callable[[], nn.Module], batch: Callable[[], Batch]) -> None:
-    for message in run_in_processes(2, refusal, build, batch):
-        assert "neither causal, nor a sliding window, nor full" in message and "\n" not in message
-        assert message.count("context_parallel_size=1") == 1, "the remedy is there twice"
-
-
-def test_sinks_among_processes_are_refused_with_one_remedy() -> None:
-    line = (
-        "GptOssAttention calls attention with s_aux, which is not computed among processes: train this model with "
-        "context_parallel_size=1 and sequence_parallel=False"
-    )
-    assert run_in_processes(2, refusal, attention_models.gpt_oss, text) == [line, line]
+def test_masks_that_need_all_tokens_among_processes(build: Callable[[], nn.Module], batch: Callable[[], Batch]) -> None:
+    """The first step runs once more, with whole rows outside of the layers."""
+    check(build, [batch()] * 2, RING | {"alpha": 0.0})
 
 
 def divided_loss(build: Callable[[], nn.Module], batch: Callable[[], Batch]) -> float:

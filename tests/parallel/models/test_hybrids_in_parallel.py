@@ -9,11 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
-import transformers
 from lightning.pytorch import Callback, Trainer
 from support.architectures.hybrids import HYBRIDS, make_hybrid
 from support.devices import skip_ring_on_cuda
-from support.families import VOCABULARY
 from support.parallel_training import LR, Run, Texts, train, train_alone, train_together
 from support.processes import ProcessError, run_in_processes
 from support.samples.configurations import BOUND, CONFIGURATIONS
@@ -175,30 +173,9 @@ def test_validation_with_a_cache_and_another_length(settings: dict[str, Any]) ->
     assert after != before
 
 
-def jamba() -> nn.Module:
-    config = transformers.JambaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
-        num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, num_experts=1, mamba_d_state=4, mamba_dt_rank=4,
-    )  # fmt: skip
-    return transformers.AutoModelForCausalLM.from_config(config)
-
-
-@pytest.mark.parametrize(
-    ("run", "why"),
-    [
-        (
-            Run(family=MODELS["BambaConfig"], packed=True),
-            "BambaForCausalLM passes information from token to token outside attention, so that documents would see",
-        ),
-        (
-            Run(family=jamba),
-            "JambaMambaDecoderLayer may not compute each token by itself outside attention: .*, and the tokens of a "
-            "sequence are divided over processes: train this model with context_parallel_size=1",
-        ),
-    ],
-    ids=["packed documents", "a recurrence without a state argument"],
-)
-def test_refused_in_one_line(run: Run, why: str) -> None:
+def test_packed_documents_are_refused_in_one_line() -> None:
+    run = Run(family=MODELS["BambaConfig"], packed=True)
+    why = "BambaForCausalLM passes information from token to token outside attention, so that documents would see"
     with pytest.raises(ProcessError, match=f"ValueError: .*{why}.*\n"):
         run_in_processes(2, train, run, {"context_parallel_size": 2})
 

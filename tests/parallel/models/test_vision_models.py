@@ -14,25 +14,19 @@ from typing import Any
 import peft
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from support.architectures import vision_models
 from support.architectures.vision_models import images_in_text
-from support.attention.recorded_training import BOUND, Recording, gradient_errors
 from support.devices import skip_ring_on_cuda
+from support.divided_training import RING, ULYSSES, check, train
 from support.harness import Batch
 from support.markers.slow import slow_if
-from support.parallel_training import whole
 from support.processes import run_in_processes
-from support.trainer_harness import batches, fit
 from torch import nn
-from typing_extensions import override
 
-from lightning_memo import MemoStrategy
 from lightning_memo.parallel.batches.shard_batch import BatchSharder
 from lightning_memo.parallel.batches.token_layout import separate_documents
 
 MODELS = ("qwen2_5_vl", "qwen3_vl", "gemma3")
-RING, ULYSSES = ({"context_parallel_size": 2, "ulysses_size": size} for size in (1, 2))
 # Tokens, images of each row, and padding.
 ROWS = {
     "odd": (61, (1, 2), 0),
@@ -40,12 +34,6 @@ ROWS = {
     "text": (61, (0, 0), 0),
     "padded": (60, (2, 1), 5),
 }
-
-
-class WholeGradients(Recording):
-    @override
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.gradients.append({name: whole(p.grad) for name, p in self.named_parameters() if p.grad is not None})
 
 
 def build(model: str, trained: str = "all") -> nn.Module:
@@ -62,37 +50,6 @@ def build(model: str, trained: str = "all") -> nn.Module:
 def data_of(model: str, rows: str, steps: int = 2) -> list[Batch]:
     tokens, images, padding = ROWS[rows]
     return [images_in_text(model, tokens, images, seed, padding) for seed in range(steps)]
-
-
-def train(
-    model: Callable[[], nn.Module], data: Sequence[Batch], processes: int, accumulate: int, settings: dict[str, Any]
-) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
-    """Return the losses and the gradients of a training run in this process, one of several if `processes` > 1."""
-    module: LightningModule = WholeGradients(model)
-    strategy = MemoStrategy(**settings) if settings else "auto"
-    fit(
-        strategy, module, batches(data), max_steps=len(data) // accumulate, devices=processes,
-        accumulate_grad_batches=accumulate, use_distributed_sampler=False,
-    )  # fmt: skip
-    return module.losses, module.gradients
-
-
-def check(
-    model: Callable[[], nn.Module],
-    data: Sequence[Batch],
-    settings: dict[str, Any],
-    processes: int = 2,
-    accumulate: int = 1,
-) -> None:
-    """Compare with plain training."""
-    losses, gradients = train(model, data, 1, accumulate, {})
-    arguments = (model, data, processes, accumulate, settings)
-    parts = [train(*arguments)] if processes == 1 else run_in_processes(processes, train, *arguments)
-    for step, expected in enumerate(losses):
-        assert sum(part[0][step] for part in parts) / processes == pytest.approx(expected, rel=BOUND)
-    for mine, expected in zip(parts[0][1], gradients, strict=True):
-        found = gradient_errors(mine, expected)
-        assert max(found.values()) < BOUND, found
 
 
 @pytest.mark.slow
