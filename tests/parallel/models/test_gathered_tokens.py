@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support import parallel_training
 from support.attention import attention_models
 from support.attention.recorded_training import Recording
 from support.divided_training import RING, ULYSSES, check, train
@@ -71,6 +72,7 @@ def packed(seed: int) -> Batch:
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "recurrences": jamba,
+    "a mean over tokens": parallel_training.MODELS["llama_mixing"],
     "selected keys": glm_moe_dsa,
     "position biases": attention_models.bloom,
     "counted positions": attention_models.camembert_decoder,
