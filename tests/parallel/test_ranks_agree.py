@@ -83,14 +83,6 @@ def test_a_host_budget_that_is_too_small_ends_all(cut: dict[str, Any]) -> None:
         assert error.startswith("rank 1: alpha=0 swaps") and "raise host_memory" in error and "\n" not in error
 
 
-def test_a_model_that_mixes_tokens_outside_attention_ends_all() -> None:
-    run = Run(family="llama_mixing", steps=1)
-    for error, _ in run_in_processes(2, _train_with, [{"context_parallel_size": 2}] * 2, run):
-        assert (
-            "may not compute each token by itself" in error and "context_parallel_size=1" in error and "\n" not in error
-        )
-
-
 @pytest.mark.parametrize("packed", [True, False])
 def test_documents_that_would_see_each_other_end_all(packed: bool) -> None:
     run = Run(family="llama_caching", steps=1, packed=packed)
