@@ -54,7 +54,7 @@ def camembert_decoder() -> nn.Module:
     model = attention_models.camembert_decoder()
     for name, p in model.named_parameters():
         p.requires_grad_(not name.endswith("key.bias"))
-        if name.endswith(("query.weight", "key.weight")):
+        if name.endswith(("query.weight", "key.weight", "value.weight")):
             p.data.mul_(20)
     return model
 
