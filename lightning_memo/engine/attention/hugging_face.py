@@ -199,7 +199,7 @@ def _attention(
     handler = current_handler()
     _check_call(module, query, key, attention_mask, kwargs)
     layout = host.current.layout
-    if layout is not None:
+    if layout is not None and (attention_mask is not None or handler is None or host.current.of_layers is None):
         _check_among_processes(module, handler, attention_mask, sliding_window)
     why = _not_computed(host, attention_mask, dropout, kwargs)
     if not why and host.always_masked and (handler or torch.is_grad_enabled()) and _hides_all_keys(attention_mask):
