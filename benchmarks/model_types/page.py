@@ -43,7 +43,8 @@ _GROUPS: Final = (
     ),
     (
         "labels or inputs cannot be divided over slices or processes",
-        r"takes neither shift_labels|the batch has labels|batch's labels are|a batch of keys|a forward of \d+ tokens",
+        r"takes neither shift_labels|the batch has labels|batch's labels are|a batch of keys|a forward of \d+ tokens|"
+        "not known where",
         "a loss that takes `shift_labels` and `num_items_in_batch`",
     ),
     (
@@ -53,7 +54,7 @@ _GROUPS: Final = (
     ),
     ("images have places among all tokens of a row", "pixel_values", _WHOLE_TOKENS),
     ("the model counts positions itself", "counts positions|takes no position_ids|axial positions", _WHOLE_TOKENS),
-    ("attention has sinks or soft caps", "s_aux|softcap", "`context_parallel_size=1`, `sequence_parallel=False`"),
+    ("a module that needs all tokens draws random numbers", "draws random numbers", "`context_parallel_size=1`"),
     (
         "the largest stack of layers gets no gradient",
         "no backward went through",

@@ -176,7 +176,12 @@ def test_host_memory_stays_locked_while_a_longer_batch_is_profiled(
     monkeypatch.setattr(host_pages, "PART_BYTES", 2**20)
     unlock = host_pages._unlock
     unlocked: list[int] = []
-    monkeypatch.setattr(host_pages, "_unlock", lambda memory: (unlocked.append(memory.nbytes), unlock(memory))[1])
+
+    def noted(memory: torch.Tensor) -> None:
+        unlocked.append(memory.nbytes)
+        unlock(memory)
+
+    monkeypatch.setattr(host_pages, "_unlock", noted)
     locked = Locked()
     data = [batch for tokens in (32, 48, 64) for batch in loader(4, tokens, 2)]
     strategy = MemoStrategy(test_mode=BY_KIND, device_memory="21MiB", host_memory="6MiB", attention="sdpa")

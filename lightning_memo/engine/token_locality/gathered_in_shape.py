@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_memo.engine.attention.mask_patterns import MaskPattern
 from lightning_memo.engine.forward.cut_tokens import token_dim_of
 from lightning_memo.engine.forward.intercept import computing_alone
-from lightning_memo.engine.modules.layer_forward import innermost_forward
 from lightning_memo.engine.token_locality.fake_run import TrialMode
 from lightning_memo.engine.token_locality.operator_rules import TOKENS, TokensMixed, holds_tokens
 from lightning_memo.engine.token_locality.token_tracker import OperationLog, TokenTracker, Whereabouts
+from lightning_memo.utils.replaced_functions import innermost_forward
 
 
 @dataclass(frozen=True, slots=True)
