@@ -24,14 +24,6 @@ _standing: dict[_Key, _StandIn] = {}
 _replacements: ContextVar[Mapping[_Key, Function] | None] = ContextVar("replaced_functions", default=None)
 
 
-def innermost_forward(module: Any) -> Function:
-    """Return a module's forward as it was before others, each of which has it as `original`, were put in its place."""
-    forward: Function = module.forward
-    while (original := getattr(forward, "original", None)) is not None:
-        forward = original
-    return forward
-
-
 @contextmanager
 def replaced(owner: Any, name: str, replacement: Function, chained: bool = True) -> Iterator[None]:
     """Inside this context, calls of a function by this thread go to another one, which gets the function first.

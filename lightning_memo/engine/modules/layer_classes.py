@@ -318,7 +318,7 @@ class LayerClasses:
                 f"{locality.why_not}, and the tokens of a sequence are divided over processes: train this model with "
                 "context_parallel_size=1 and sequence_parallel=False"
             )
-        self._gathered.use(call.layer, locality.gathered)
+        self._gathered.use(call.layer, locality.gathered or ())
         traits = self._probe(call, x, kind, None if locality.gathered else self._settings.probed_tokens)
         why = locality.why_not or traits.unsliceable
         if not why and locality.gathered:

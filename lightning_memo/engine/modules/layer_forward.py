@@ -80,6 +80,14 @@ def _restore_forward(layer: nn.Module, own: Callable[..., Any] | None) -> None:
         layer.forward = own
 
 
+def innermost_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return a module's forward as it was before it was replaced."""
+    forward: Callable[..., Any] = module.forward
+    while isinstance(forward, LayerForward):
+        forward = forward.original
+    return forward
+
+
 def needs_grad(layer: nn.Module, arguments: Any) -> bool:
     """Return whether anything that the layer computes needs a gradient."""
     if any(isinstance(t, Tensor) and t.requires_grad for t in tree_leaves(arguments)):

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_memo.engine.forward.collected_outputs import collecting_nothing
 from lightning_memo.engine.forward.layer_call import LayerCall
+from lightning_memo.engine.modules.layer_forward import innermost_forward
 from lightning_memo.engine.modules.module_attributes import ModuleAttributes
 from lightning_memo.engine.modules.token_local_modules import depends_on_length
 from lightning_memo.engine.recurrence import StateCall
@@ -34,7 +35,6 @@ from lightning_memo.engine.token_locality.stand_ins import LocalFunctions, atten
 from lightning_memo.engine.token_locality.token_tracker import Step, TokenTracker, difference_of
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.operator_values import tensors_in
-from lightning_memo.utils.replaced_functions import innermost_forward
 from lightning_memo.utils.user_errors import RefusedAtAnyLength
 
 _LABELS = ("labels", "shift_labels", "num_items_in_batch")

@@ -17,7 +17,6 @@ from lightning_memo.engine.forward.intercept import computing_alone
 from lightning_memo.engine.token_locality.fake_run import TrialMode
 from lightning_memo.engine.token_locality.operator_rules import TOKENS, TokensMixed, holds_tokens
 from lightning_memo.engine.token_locality.token_tracker import OperationLog, TokenTracker, Whereabouts
-from lightning_memo.utils.replaced_functions import innermost_forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class GatheredInShape:
         """Return the forward of a module inside the layer."""
         if path not in self.paths:
             return self.whereabouts.noting(path, module.forward)
-        return functools.partial(self._run, path, innermost_forward(module))
+        return functools.partial(self._run, path, module.forward)
 
     def _run(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         failed = self.whereabouts.failed

@@ -95,7 +95,7 @@ class Locality:
         operations: The operations of the proof.
         lengths: Numbers of tokens at which the layer is known to make the operations of the proof.
         where: Dotted name of the module that may mix tokens; empty for the layer itself.
-        gathered: Dotted names of the modules that run on the tokens of all processes.
+        gathered: Dotted names of the modules that run on the tokens of all processes; `None` if none might.
     """
 
     why_not: str
@@ -104,7 +104,7 @@ class Locality:
     operations: list[Step] = field(default_factory=list, compare=False)
     lengths: set[int] = field(default_factory=set, compare=False)
     where: str = ""
-    gathered: frozenset[str] = frozenset()
+    gathered: frozenset[str] | None = None
 
     @property
     def hands_states(self) -> bool:
@@ -157,9 +157,8 @@ class LocalityProofs:
             locality = prove_locality(call, x, gathered=none)
             if locality.why_not and gathers:
                 locality = _gathering(call, x, locality)
-                again = (
-                    prove_locality(call, x, differing, locality.gathered) if "" not in locality.gathered else locality
-                )
+                whole = "" in (locality.gathered or ())
+                again = locality if whole else prove_locality(call, x, differing, locality.gathered)
                 unused, locality = (differing, again) if not again.why_not else (unused, locality)
         elif locality.why_not and gathers:
             locality = _gathering(call, x, locality)
@@ -333,7 +332,7 @@ def _compared(
     if sides != sides_of_more:
         return Locality(f"{name} returns something else with more tokens")
     places = tuple(side if isinstance(side, TokenPlace) else None for side in sides)
-    locality = Locality("", places, frozenset(unused), short.operations, gathered=gathered or frozenset())
+    locality = Locality("", places, frozenset(unused), short.operations, gathered=gathered)
     lengths = {call.tokens} if call.layout is None else {call.tokens, call.layout.tokens}
     if why := _why_other_at(call, x, lengths, locality, mode):
         return Locality(why)
