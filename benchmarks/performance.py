@@ -40,6 +40,7 @@ samples, commands, versions and dates. **`benchmarks/results/cells.csv` lists al
 their plans, memory, waits and commands. [Benchmarks](benchmarks.md) describes how they are measured."""
 _SETS = (
     "rehearsed",
+    "rehearsed_beside_all",
     "rehearsed_alst",
     "rehearsed_further",
     "rehearsed_longest",
@@ -125,6 +126,7 @@ def page(results: Path, devices: dict[str, list[Result]], rehearsed: Rehearsed) 
     parts += map(kernels_page.section, kernels_page.reports(results))
     parts += [simulated_page.INTRODUCTION] if rehearsed else []
     parts += [simulated_page.section(*each) for each in rehearsed]
+    parts += [simulated_page.beside_all(found)] if (found := load_rehearsed(results / "rehearsed_beside_all")) else []
     parts += [simulated_page.alst(beside)] if (beside := load_rehearsed(results / "rehearsed_alst")) else []
     parts += [simulated_page.longest(longest)] if (longest := load_rehearsed(results / "rehearsed_longest")) else []
     parts += [simulated_page.allocators(found)] if (found := load_rehearsed(results / "rehearsed_memory")) else []

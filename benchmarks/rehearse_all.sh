@@ -43,6 +43,16 @@ for layers in 1 2; do
         --methods plain plain_liger
 done
 
+others="selective selective_liger checkpointing_async_offload_liger memo_alpha_0 memo_alpha_1"
+for host in 128GiB 1TiB; do
+    for device in h200 h100; do
+        cells rehearsed_beside_all "$device" "$host" --models llama3_2_1b --tuning full \
+            --lengths 16K 32K 64K 128K 256K 512K --methods $others memo_auto_unplanned
+    done
+    cells rehearsed_beside_all h200 "$host" --models llama3_8b --tuning full --lengths 16K 32K 64K 128K 256K 512K \
+        --methods $others memo_auto_unplanned
+done
+
 alst="checkpointing selective alst alst_freed alst_reentrant memo_auto_unplanned"
 cells rehearsed_alst h200 128GiB --models llama3_8b --tuning lora --lengths 64K 128K 256K 320K --methods $alst
 cells rehearsed_alst h100 1769GiB --models llama3_8b --tuning lora --lengths 256K 512000 --methods $alst

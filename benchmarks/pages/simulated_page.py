@@ -22,8 +22,9 @@ and unmodified, but large tensors are not computed: kernels and copies take the 
 A cell is the time of a step; Memo's cells also have the peak of the device and the locked memory of the host. All methods use cuDNN's
 attention, the loss in chunks and AdamW, in bf16 on one sequence; memory is not planned. "Selective checkpointing" saves the outputs
 of attention and recomputes everything else. Methods "+ liger-kernel" run its norms, rotary positions and feed-forwards. The bound is a
-step without recomputation and waiting, extrapolated from 1 and 2 layers. The start of Memo is what its first two steps take, less a
-later step: profile, plan, and locking of host memory. The last row compares Memo's default settings, which have
+step without recomputation and waiting, extrapolated from 1 and 2 layers. The start of Memo is the time until its plan has run
+once, less a later step: profile, plan, and slower steps while host memory is locked. "Without Triton", Memo has PyTorch's operations alone, and is compared with methods
+that have no other ones. The last row compares Memo's default settings, which have
 [fused kernels](kernels.md#fused-kernels), with the fastest other method. Steps in which Memo compares layers with themselves
 (1, 2, 4, ..., and every 64th) take up to 0.5 s longer, which the median leaves out."""  # noqa: E501  lines of the page
 
@@ -31,6 +32,11 @@ _LONGEST = """### The longest sequences
 
 Default settings. A first step that does not fit with every layer recomputed as a whole is run again
 in slices, and later ones stay cut ([long_sequences.md](long_sequences.md))."""
+
+_BESIDE_ALL = """### The default beside all other settings and methods
+
+The time of a step with Memo's default settings, in times of the fastest of all others that fit: alpha 0, alpha 1, and the methods of the
+tables above. "-": nothing fits, or was tried."""  # noqa: E501  lines of the page
 
 _ALLOCATORS = """### Planned memory beside PyTorch's allocator
 
@@ -116,6 +122,27 @@ def longest(rehearsed: Rehearsed) -> str:
         for r in sorted(found, key=lambda r: r["cell"]["tokens"])
     ]
     return f"{_LONGEST}\n\n" + table(["", "", "device", "host memory", "tokens", "a step"], rows)
+
+
+def beside_all(rehearsed: Rehearsed) -> str:
+    """Returns the section that compares the default with the fastest of all other settings and methods.
+
+    Args:
+        rehearsed: Memory of the host, name of the device, and results of all groups.
+    """
+    groups = [(host, device, group) for host, device, found in rehearsed for group in _whole_models(found)]
+    lengths = sorted({length for *_, group in groups for length in group.lengths})
+    rows = [
+        [group.cell.model, TUNING[group.cell.tuning], device, host, *(_beside_all(group, n) for n in lengths)]
+        for host, device, group in groups
+    ]
+    return f"{_BESIDE_ALL}\n\n" + table(["", "", "device", "host memory", *map(tokens, lengths)], rows)
+
+
+def _beside_all(group: Group, length: int) -> str:
+    own, others = group.default(length), [group.best_other(length), group.best_alpha(length)]
+    seconds = [found[1] for found in others if found is not None]
+    return f"{own[1] / min(seconds):.3f}" if own is not None and seconds else "-"
 
 
 def allocators(rehearsed: Rehearsed) -> str:
