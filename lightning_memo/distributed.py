@@ -39,7 +39,7 @@ from lightning_memo.engine import Engine
 from lightning_memo.engine.fp8_modules import keep_quantized_weights
 from lightning_memo.engine.modules.layer_forward import replace_forward, warn_of_uncompiled
 from lightning_memo.engine.recurrence import may_hand_states
-from lightning_memo.parallel.batches.shard_batch import check_even
+from lightning_memo.parallel.batches.same_batches import check_even
 from lightning_memo.parallel.fsdp_units import accumulating
 from lightning_memo.parallel.mesh_precision import MeshPrecision
 from lightning_memo.parallel.parallel_sizes import resolve_sizes

@@ -63,7 +63,7 @@ class Slices:
 
         Args:
             shape: Shape of the model.
-                sizes: Sizes of elements.
+            sizes: Sizes of elements.
             plan: The plan.
         """
         saved = list(saved_bytes(shape, sizes=sizes, tokens=self.tokens))

@@ -8,4 +8,3 @@ import torch.distributed as dist
 
 # PyTorch 2.13 gives them new names and warns of the old ones.
 all_gather_single: Final[Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single: Final[Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

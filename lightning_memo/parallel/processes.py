@@ -25,20 +25,21 @@ from lightning_memo.parallel.batches.loss_arguments import (
     takes_loss_arguments,
     why_loss_unfit,
 )
+from lightning_memo.parallel.batches.same_batches import (
+    check_even,
+    check_same_batch,
+    check_same_images,
+    check_same_size,
+)
 from lightning_memo.parallel.batches.shard_batch import (
     Batch,
     BatchSharder,
     TextModelInputs,
-    check_even,
     check_layers,
-    check_same_batch,
-    check_same_images,
-    check_same_size,
     rows_of,
-    seeding_rank,
-    split_iterable,
     trains_beside,
 )
+from lightning_memo.parallel.batches.split_loader import seeding_rank, split_iterable
 from lightning_memo.parallel.batches.token_layout import (
     CurrentLayout,
     TokenLayout,

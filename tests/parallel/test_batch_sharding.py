@@ -23,13 +23,9 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from lightning_memo.data.resumable_loader import seed_workers, shield_workers
 from lightning_memo.parallel.batches.loss_arguments import takes_loss_arguments, why_loss_unfit
-from lightning_memo.parallel.batches.shard_batch import (
-    BatchSharder,
-    SplitLoader,
-    check_same_batch,
-    seeding_rank,
-    split_iterable,
-)
+from lightning_memo.parallel.batches.same_batches import check_same_batch
+from lightning_memo.parallel.batches.shard_batch import BatchSharder
+from lightning_memo.parallel.batches.split_loader import SplitLoader, seeding_rank, split_iterable
 from lightning_memo.parallel.batches.token_layout import multiple
 
 VOCABULARY = 13

@@ -19,9 +19,9 @@ from lightning_memo.engine.modules.layer_classes import RequestedSettings
 from lightning_memo.engine.modules.layer_forward import read_call
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.engine.recurrence import RecurrentStates
+from lightning_memo.parallel.batches.gathered_tokens import GatheredTokens
 from lightning_memo.parallel.batches.token_layout import CurrentLayout, TokenLayout, slice_multiple
 from lightning_memo.parallel.context_parallel import ContextGroups
-from lightning_memo.parallel.gathered_tokens import GatheredTokens
 from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.planner.token_slices import TokenRange, plan_of_alpha, slices_of
 

@@ -109,7 +109,7 @@ class HostPages:
         needed = max(size_bytes, ahead_bytes)
         if needed > self.memory.nbytes:
             self.close()
-            self._mapping, self.memory = self._map(needed)
+            self._mapping, self.memory = self._map_reserved(needed)
         self._held = size_bytes
         if self.device.type == "cuda" and self._mapping is not None:
             self._trim(self._mapping, needed)
@@ -124,7 +124,7 @@ class HostPages:
             self._parts += parts  # which nobody would lock if the system refused the thread
             weakref.finalize(self, _end, thread, self._stop)
 
-    def _map(self, size_bytes: int) -> tuple[mmap.mmap, Tensor]:
+    def _map_reserved(self, size_bytes: int) -> tuple[mmap.mmap, Tensor]:
         with contextlib.suppress(MemoryError):
             return _map(max(size_bytes, self._reserved_bytes))
         return _map(size_bytes)

@@ -19,8 +19,8 @@ from lightning_memo.engine.forward.intercept import computing_alone, running_lay
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.modules.layer_forward import replace_forward
 from lightning_memo.kernels import RngState
+from lightning_memo.parallel.batches.gathered_tokens import GatheredTokens
 from lightning_memo.parallel.context_parallel import ContextGroups
-from lightning_memo.parallel.gathered_tokens import GatheredTokens
 from lightning_memo.utils.class_names import class_name
 
 T = TypeVar("T")

@@ -434,8 +434,7 @@ def _forward_of(
     """Return what stands for the forwards of modules, if some may run on the tokens of all processes."""
     if gathered is None or call.layout is None:
         return None
-    all_tokens = call.layout.row_tokens or call.layout.tokens
-    return GatheredInShape(gathered, tokens, all_tokens, call.batch, mode, log, whereabouts).forward_of
+    return GatheredInShape(gathered, tokens, call.layout.row_tokens, call.batch, mode, log, whereabouts).forward_of
 
 
 def _hand(tracker: TokenTracker, call: LayerCall, state_call: StateCall) -> Tensor:

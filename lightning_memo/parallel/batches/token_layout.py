@@ -381,7 +381,7 @@ class TokenLayout:
         lengths: Number of valid tokens in each batch row (right padding); `None` if all tokens are valid.
         largest_position: Largest position of the batch without padding, on which some rotary frequencies depend;
             `None` for `tokens - 1`.
-        row_tokens: Number of tokens of a row before the rows were padded to `tokens`; `None` if they were not.
+        padding: Number of tokens by which all rows were padded on the right.
 
     Raises:
         ValueError: The numbers are inconsistent. The message names them.
@@ -399,7 +399,7 @@ class TokenLayout:
     documents: Documents | None = None
     lengths: tuple[int, ...] | None = None
     largest_position: int | None = None
-    row_tokens: int | None = None
+    padding: int = 0
 
     def __post_init__(self) -> None:
         self._check_ranks()
@@ -425,6 +425,11 @@ class TokenLayout:
                 "pipeline_parallel_size=1"
             )
         return replace(self, documents=documents, lengths=None if self.lengths is None else self.lengths[rows])
+
+    @property
+    def row_tokens(self) -> int:
+        """Number of tokens of a row without the padding of all rows."""
+        return self.tokens - self.padding
 
     @property
     def local_tokens(self) -> int:

@@ -20,17 +20,16 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
+from lightning_memo.parallel.batches.gathered_tokens import GatheredTokens
 from lightning_memo.parallel.batches.loss_arguments import RouterLosses
 from lightning_memo.parallel.batches.shard_batch import Batch, TextModelInputs
 from lightning_memo.parallel.batches.token_layout import (
@@ -39,7 +38,6 @@ from lightning_memo.parallel.batches.token_layout import (
     takes_attention_functions,
     why_positions_unknown,
 )
-from lightning_memo.parallel.collectives import all_gather_single, reduce_scatter_single
 from lightning_memo.utils.cache_names import CACHE_NAMES, given_cache
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face, find_text_model
@@ -98,7 +96,6 @@ class WholeRows:
         self._current, self._router_losses, self._group = current, router_losses, group
         self._is_sharded = _averages_shards(model)
         self._running: nn.Module | None = None
-        self._tokens = 0  # of the rows of the running forward
 
     def attach(self, layout_of: Callable[[Batch], TokenLayout], stack: contextlib.ExitStack) -> None:
         """Divide the tokens of all forwards until `stack` is closed.
@@ -150,7 +147,6 @@ class WholeRows:
         if trains:
             self._check_averaged()
         batch = {name: given[name] for name in _OF_LAYOUT if given.get(name) is not None}
-        self._tokens = next(iter(batch.values())).shape[1] if batch else 0
         self._current.layout, self._current.sharers = layout_of(batch), self._group
         self._router_losses.use(self._group)
 
@@ -180,11 +176,11 @@ class WholeRows:
         layout = self._current.layout
         if layout is None:
             return None
-        rows = _Rows(layout, self._tokens, self._group)
+        tokens = GatheredTokens(layout, self._group)
 
         def whole(t: Tensor) -> Tensor:
             is_hidden = t.dim() == 3 and t.shape[1] == layout.local_tokens
-            return _Gathered.apply(t, rows) if is_hidden else t
+            return tokens.whole(t, 1) if is_hidden else t
 
         if not isinstance(output, Mapping):
             return tree_map_only(Tensor, whole, output)
@@ -206,10 +202,10 @@ class WholeRows:
             return None
         if output.get("router_logits") is None:
             return None
-        rows = _Rows(layout, self._tokens, self._group)
+        tokens = GatheredTokens(layout, self._group)
 
         def whole(t: Tensor) -> Tensor:
-            return _Gathered.apply(t.unflatten(0, (-1, layout.local_tokens)), rows).flatten(0, 1)
+            return tokens.whole(t.unflatten(0, (-1, layout.local_tokens)), 1).flatten(0, 1)
 
         return type(output)(**{**output, "router_logits": tree_map_only(Tensor, whole, output["router_logits"])})
 
@@ -228,53 +224,6 @@ def _averages_shards(model: nn.Module) -> bool:
     """Return whether FSDP2 averages the gradients of all trained weights over all processes."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return all(isinstance(p, DTensor) and p.device_mesh.size() == dist.get_world_size() for p in trained)
-
-
-class _Rows:
-    """Whole rows, and the parts of them that processes have.
-
-    Args:
-        layout: Layout of the tokens.
-        tokens: Number of tokens of a row without the padding of the layout.
-        group: The processes, in the order of their ranks in the layout.
-    """
-
-    def __init__(self, layout: TokenLayout, tokens: int, group: dist.ProcessGroup) -> None:
-        self._group, self._size = group, dist.get_world_size(group)
-        self._tokens, self._padding = tokens, layout.tokens - tokens
-        ranks = (divmod(rank, layout.ulysses) for rank in range(self._size))
-        orders = [replace(layout, ring_rank=ring, ulysses_rank=ulysses).fed_order() for ring, ulysses in ranks]
-        self._order = torch.cat(orders)
-
-    def gather(self, own: Tensor) -> Tensor:
-        """Return the tokens of all processes, `[rows, tokens, ...]`, from those of this one."""
-        parts = own.new_empty(self._size * own.shape[0], *own.shape[1:])
-        all_gather_single(parts, own.contiguous(), group=self._group)
-        places = self._order.argsort()[: self._tokens].to(own.device)
-        by_row = parts.unflatten(0, (self._size, -1)).transpose(0, 1).flatten(1, 2)  # a view of a single row
-        return by_row.index_select(1, places)
-
-    def scatter_sum(self, whole: Tensor) -> Tensor:
-        """Return this process's tokens of the sum over processes."""
-        if self._padding:
-            whole = F.pad(whole, (0, 0, 0, self._padding))
-        by_row = whole.index_select(1, self._order.to(whole.device)).unflatten(1, (self._size, -1))
-        parts = by_row.transpose(0, 1).flatten(0, 1)
-        own = parts.new_empty(whole.shape[0], *parts.shape[1:])
-        reduce_scatter_single(own, parts, group=self._group)
-        return own
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, rows: _Rows) -> Tensor:
-        ctx.rows = rows
-        return rows.gather(own)
-
-    @staticmethod
-    @first_derivative
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.rows.scatter_sum(gradient), None
 
 
 class _AveragedGradient(torch.autograd.Function):

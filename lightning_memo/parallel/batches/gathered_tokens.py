@@ -1,4 +1,4 @@
-"""The tokens of all context-parallel processes on each of them, for modules that relate tokens in undivided ways.
+"""The tokens of all context-parallel processes on each of them.
 
 Note: [Gathered tokens]
 A module that relates tokens in a way that nothing divides (a mixer without a state function, attention that the model
@@ -21,6 +21,8 @@ from torch import Tensor
 
 from lightning_memo.kernels.attention_kernel import sums_dtype
 from lightning_memo.parallel.batches.token_layout import TokenLayout
+from lightning_memo.parallel.collectives import all_gather_single
+from lightning_memo.utils.retained_graph import first_derivative
 
 
 class GatheredTokens:
@@ -37,7 +39,7 @@ class GatheredTokens:
     @property
     def tokens(self) -> int:
         """Number of tokens of a row, without padding."""
-        return self.layout.row_tokens or self.layout.tokens
+        return self.layout.row_tokens
 
     def whole(self, t: Tensor, dim: int) -> Tensor:
         """Return the tokens of all processes in their order, from a tensor whose dimension `dim` has this process's."""
@@ -59,17 +61,18 @@ class GatheredTokens:
         sent = t.movedim(dim, 0).contiguous()
         bits = sent.view(torch.uint8) if sent.dtype == torch.bool else sent
         received = bits.new_empty((self.layout.tokens, *bits.shape[1:]))
-        dist.all_gather_into_tensor(received, bits, group=self._group)
+        all_gather_single(received, bits, group=self._group)
         order = _places(self.layout)[2][: self.tokens].to(t.device)
         return received.view(sent.dtype).index_select(0, order).movedim(0, dim).contiguous()
 
     def _scatter(self, gradient: Tensor, dim: int) -> Tensor:
         """Return the gradient of this process's tokens: the sum over the processes, in fp32 for half precision."""
         places = _places(self.layout)[1].to(gradient.device)
-        sent = self._padded(gradient, dim).movedim(dim, 0).index_select(0, places).to(sums_dtype(gradient))
-        received = sent.new_empty((self.layout.local_tokens, *sent.shape[1:]))
-        dist.reduce_scatter_tensor(received, sent, group=self._group)
-        return received.movedim(0, dim).to(gradient.dtype)
+        sent = self._padded(gradient, dim).movedim(dim, 0).index_select(0, places)
+        received = torch.empty_like(sent)  # a reduction in fp32 would send, and hold, twice as much
+        dist.all_to_all_single(received, sent, group=self._group)
+        parts = received.unflatten(0, (-1, self.layout.local_tokens))
+        return parts.sum(0, dtype=sums_dtype(gradient)).movedim(0, dim).to(gradient.dtype)
 
 
 class _Gather(torch.autograd.Function):
@@ -79,6 +82,7 @@ class _Gather(torch.autograd.Function):
         return tokens._gather(t, dim)
 
     @staticmethod
+    @first_derivative
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return ctx.tokens._scatter(gradient, ctx.dim), None, None
 
