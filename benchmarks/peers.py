@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import torch
 import torch.utils.checkpoint
+from circumstances import simulated_machine
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointFunction, CheckpointPolicy, create_selective_checkpoint_contexts
@@ -189,7 +190,14 @@ def with_liger(attach: Attach) -> Attach:
             raise Unavailable(f"liger-kernel has no kernels for models of type {host.config.model_type}")
         for changed in (sys.modules[type(host).__module__], *host.modules()):
             stack.enter_context(patch.dict(vars(changed)))  # to put back what is there now
-        liger._apply_liger_kernel_to_instance(model=host, fused_linear_cross_entropy=False, cross_entropy=False)
+        dense = not hasattr(host.config, "num_experts")
+        liger._apply_liger_kernel_to_instance(
+            model=host,
+            fused_linear_cross_entropy=False,
+            cross_entropy=False,
+            # The simulated device has no times for its products of experts, so that experts keep those of transformers.
+            swiglu=dense or simulated_machine() is None,
+        )
         peer = attach(model, stack)
         return replace(peer, packages=(*peer.packages, *named("liger-kernel")))
 

@@ -51,6 +51,12 @@ for host in 128GiB 1TiB; do
     done
     cells rehearsed_beside_all h200 "$host" --models llama3_8b --tuning full --lengths 16K 32K 64K 128K 256K 512K \
         --methods $others memo_auto_unplanned
+    cells rehearsed_beside_all h100 "$host" --models llama3_8b --tuning full --lengths 16K 32K 64K \
+        --methods $others memo_auto_unplanned
+    cells rehearsed_beside_all h200 "$host" --models qwen3_30b_a3b --tuning lora --lengths 16K 32K 64K 128K 256K 512K \
+        --methods $others memo_auto_unplanned
+    cells rehearsed_beside_all h100 "$host" --models qwen3_30b_a3b --tuning lora --lengths 16K 32K 64K 128K \
+        --methods $others memo_auto_unplanned
 done
 
 alst="checkpointing selective alst alst_freed alst_reentrant memo_auto_unplanned"
