@@ -95,6 +95,9 @@ class LayerCosts:
     disk_read_bytes_per_second: float = 0.0
     """Bandwidth from disk to device, measured with both directions busy."""
 
+    launch_seconds: float = 0.0
+    """Seconds that the host takes to launch the forward of a layer call, or of one of its slices."""
+
     in_flight: int | None = None
     """On a stage of a pipeline, number of micro-batches whose layer calls these are: forwards of later ones run before
     the backward of the first one. `outside_seconds` is 0 then. None without a pipeline."""
@@ -293,6 +296,8 @@ class StorageCosts:
     """Bandwidth from device to disk; 0 if there is no disk."""
 
     disk_read_bytes_per_second: float = 0.0
+    launch_seconds: float = 0.0
+    """Seconds that the host takes to launch the forward of a layer call, or of one of its slices."""
 
     in_flight: int | None = None
     """On a stage of a pipeline, number of micro-batches whose layer calls these are; see `LayerCosts`."""
@@ -350,6 +355,7 @@ class StorageCosts:
             recomputed_device_bytes=step.working_bytes(1.0) - step.working_bytes(0.0),
             disk_write_bytes_per_second=step.disk_write_bytes_per_second,
             disk_read_bytes_per_second=step.disk_read_bytes_per_second,
+            launch_seconds=step.launch_seconds,
             in_flight=step.in_flight,
         )
 
@@ -383,6 +389,16 @@ class StorageCosts:
         """
         seconds = in_flight * self.outside_seconds
         return replace(self, call_classes=self.call_classes * in_flight, in_flight=in_flight, outside_seconds=seconds)
+
+    def of_plan(self, call_classes: Sequence[int]) -> StorageCosts:
+        """Return the same costs with the classes of a plan, which has several plans for the calls of a class.
+
+        Args:
+            call_classes: The class in the plan of each layer call; calls of one class are of one class here, too.
+        """
+        firsts = [list(call_classes).index(number) for number in range(max(call_classes) + 1)]
+        classes = tuple(self.classes[self.call_classes[first]] for first in firsts)
+        return replace(self, classes=classes, call_classes=tuple(call_classes))
 
     @property
     def calls(self) -> int:

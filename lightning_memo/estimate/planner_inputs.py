@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any, Final
 
@@ -257,11 +258,12 @@ def recomputed_work(request: EstimateRequest, parallel: Parallelism, plan: Plan)
     flops = seconds = 0.0
     first = 0
     for run in request.runs(parallel):
-        number = costs.call_classes[first]
-        call, stored, layers = costs.classes[number], storage.calls[number], run.shape.layers
-        flops += layers * _recomputed_flops(run, stored, costs.tokens)
-        seconds += layers * recompute_seconds(call, stored, costs.tokens)
-        first += layers
+        last = first + run.shape.layers
+        for number, layers in Counter(costs.call_classes[first:last]).items():
+            call, stored = costs.classes[number], storage.calls[number]
+            flops += layers * _recomputed_flops(run, stored, costs.tokens)
+            seconds += layers * recompute_seconds(call, stored, costs.tokens)
+        first = last
     return flops, seconds
 
 

@@ -252,9 +252,12 @@ def _planned_calls(request: EstimateRequest, parallel: Parallelism, plan: Plan, 
     """All layer calls, which keep `kept` bytes of activations on the device in total."""
     calls: list[PlannedCall] = []
     for run in request.runs(parallel):
-        slices = tuple(_planned_slices(run, plan, len(calls)))
-        call = PlannedCall(slices=slices, kept_bytes=0, input_gradient=run.shape.input_gradient)
-        calls += [call] * run.shape.layers
+        alike: dict[int, PlannedCall] = {}
+        for number, of_class in enumerate(plan.swap.storage.call_classes[len(calls) :][: run.shape.layers], len(calls)):
+            if of_class not in alike:
+                slices, gradient = tuple(_planned_slices(run, plan, number)), run.shape.input_gradient
+                alike[of_class] = PlannedCall(slices=slices, kept_bytes=0, input_gradient=gradient)
+            calls.append(alike[of_class])
     shares = _kept_by_call(plan)
     return [replace(call, kept_bytes=round(kept * share)) for call, share in zip(calls, shares, strict=True)]
 

@@ -159,7 +159,7 @@ def make_plan(
         swap=found.swap,
         step_seconds=found.time.seconds,
         reason=found.reason,
-        storage_costs=restrictions.kinds,
+        storage_costs=restrictions.kinds and restrictions.kinds.of_plan(found.swap.storage.call_classes),
         prices=found.prices,
     )
     return plan if restrictions.kinds is None else replace(plan, reason=price_reason(plan))

@@ -34,7 +34,7 @@ Phase = Literal["forward", "backward"]
 class ScheduleFault(Enum):
     """Reasons why a storage plan is invalid."""
 
-    CLASSES = "the plan does not have one entry for each class of layer calls"
+    CALLS = "the plan does not have a class for each layer call"
     KIND = "a range names a kind of tensor that the layer call does not have"
     RANGE = "a range is empty or exceeds the tokens of the layer call"
     TWICE = "a kind of tensor is stored twice for the same tokens"
@@ -85,8 +85,8 @@ def simulate(costs: StorageCosts, plan: StoragePlan, budget: Budget, bounce_shar
     """Simulate a step.
 
     Args:
-        costs: Bytes and seconds of each class of layer calls.
-        plan: Only the plans of the classes are used.
+        costs: Bytes and seconds of the layer calls.
+        plan: The plan, which has classes of its own if it treats calls of one class differently.
         budget: Capacities.
         bounce_share: Host bytes of the bounce buffers per byte of the largest amount that a layer call spills.
 
@@ -96,8 +96,9 @@ def simulate(costs: StorageCosts, plan: StoragePlan, budget: Budget, bounce_shar
     Raises:
         ScheduleError: The plan is invalid, or exceeds the capacity of a memory.
     """
-    if len(plan.calls) != len(costs.classes):
-        _refuse(ScheduleFault.CLASSES, f"{len(plan.calls)} entries, {len(costs.classes)} classes")
+    if len(plan.call_classes) != costs.calls:
+        _refuse(ScheduleFault.CALLS, f"{len(plan.call_classes)} classes, {costs.calls} calls")
+    costs = costs.of_plan(plan.call_classes)
     work = [_work(*each, costs, budget) for each in zip(costs.classes, plan.calls, strict=True)]
     return _Step([work[number] for number in costs.call_classes], costs, budget, bounce_share).run()
 

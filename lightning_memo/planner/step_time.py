@@ -53,7 +53,8 @@ def step_time(costs: StorageCosts, storage: StoragePlan, *, spread: bool = False
     """Return the expected time of a step whose layer calls swap as wholes.
 
     Each call's copies take place while the next call computes, and each such pair takes as long as the longest of them.
-    If all layer calls are equal, this is MEMO's time of a step (section 4.2).
+    If all layer calls are equal, this is MEMO's time of a step (section 4.2). The host
+    has to launch it, too.
 
     Args:
         costs: Bytes and seconds of each class of layer calls.
@@ -78,7 +79,9 @@ def step_time(costs: StorageCosts, storage: StoragePlan, *, spread: bool = False
             written = forward.seconds + writing
         forward.add(work[computed].forward_seconds, work[copied].copies)
     forward.wait(written, "disk write bandwidth")
-    return StepTime(forward.seconds + back.seconds, forward.waits | back.waits)
+    time = StepTime(forward.seconds + back.seconds, forward.waits | back.waits)
+    launching = costs.outside_seconds + costs.launch_seconds * sum(work[sort].passes for sort in sorts)
+    return time if time.seconds > launching else StepTime(launching)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class _Work:
     copies: dict[Resource, float]
     writes: dict[Resource, float]
     reads: dict[Resource, float]
+    passes: int  # the forward, the backward and a recomputation of each slice, which the host launches equally fast
 
 
 def _work(costs: StorageCosts, call: CallCosts, plan: CallPlan) -> _Work:
@@ -106,7 +110,15 @@ def _work(costs: StorageCosts, call: CallCosts, plan: CallPlan) -> _Work:
         copies={"offload bandwidth": moved / costs.offload_bytes_per_second},
         writes=writes,
         reads=reads,
+        passes=sum(2 + again for again in _recomputing(plan, costs.tokens)),
     )
+
+
+def _recomputing(plan: CallPlan, tokens: int) -> list[bool]:
+    """For each slice of a layer call, whether its tensors are computed again."""
+    bounds = sorted({0, tokens, *plan.bounds})
+    stored = [range(r.start, r.stop) for r in plan.ranges if r.kind == OTHER]
+    return [not any(start in tokens_of for tokens_of in stored) for start in bounds[:-1]]
 
 
 def stored_bytes_of(call: CallCosts, plan: CallPlan, tokens: int, *places: Place) -> int:

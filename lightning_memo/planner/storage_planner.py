@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from lightning_memo.artifacts.costs import (
@@ -70,6 +70,7 @@ def solve_storage(
     budget: Budget,
     *,
     may_drop_attention: bool,
+    whole_calls: bool = False,
     bounce_share: float = 0.0,
 ) -> StorageSolution | None:
     """Minimize the step time over the shares of the tokens for which each kind of tensor is stored, with HiGHS.
@@ -84,6 +85,8 @@ def solve_storage(
         costs: Bytes and seconds of each class of layer calls.
         budget: Capacities.
         may_drop_attention: Whether attention outputs may be recomputed.
+        whole_calls: Whether shares are those of the layer calls of a class, each of which treats all tokens alike. The
+            copies of such calls would be uneven, so only layer inputs and attention outputs leave the device.
         bounce_share: Host bytes of the bounce buffers per byte of the largest amount that a layer call spills.
 
     Returns:
@@ -92,17 +95,19 @@ def solve_storage(
     Raises:
         RuntimeError: HiGHS failed.
     """
-    return _Model(costs, budget, required_kinds(may_drop_attention), bounce_share).solve()
+    return _Model(costs, budget, required_kinds(may_drop_attention), whole_calls, bounce_share).solve()
 
 
 class _Class:
     """Columns of one class of layer calls, and expressions of them."""
 
-    def __init__(self, program: LinearProgram, costs: StorageCosts, number: int, places: Sequence[Place]) -> None:
+    def __init__(
+        self, program: LinearProgram, costs: StorageCosts, number: int, places: Sequence[Place], movable: Sequence[str]
+    ) -> None:
         self.costs = costs.classes[number]
         self.calls, self.copies = costs.class_calls[number], costs.class_copies[number]
         self._stored = {
-            (kind, place): program.column(0.0, 1.0 if place in places else 0.0)
+            (kind, place): program.column(0.0, float(place == "device" or (place in places and kind in movable)))
             for kind in self.costs.kinds
             for place in PLACES
         }
@@ -134,16 +139,21 @@ class _Class:
 class _Model:
     """The program of a step in seconds and bytes. Columns of time are scaled by the time of about one layer call."""
 
-    def __init__(self, costs: StorageCosts, budget: Budget, required: tuple[str, ...], bounce_share: float) -> None:
+    def __init__(
+        self, costs: StorageCosts, budget: Budget, required: tuple[str, ...], whole_calls: bool, bounce_share: float
+    ) -> None:
         self._costs, self._budget, self._required, self._bounce_share = costs, budget, required, bounce_share
+        self._whole_calls = whole_calls
         self._program = LinearProgram()
         self._unit = max(
             _SHORTEST_UNIT,
             *(call.forward_seconds + call.backward_seconds + call.recompute_seconds for call in costs.classes),
         )
 
-        numbers = range(len(costs.classes))
-        self._classes = [_Class(self._program, costs, number, _places(budget)) for number in numbers]
+        self._classes = [
+            _Class(self._program, costs, n, _places(budget), (INPUT, ATTENTION) if whole_calls else call.kinds)
+            for n, call in enumerate(costs.classes)
+        ]
         self._capacities: dict[Resource, int] = {}
         self._copies: dict[Resource, list[tuple[int, Terms]]] = {}
         for part in self._classes:
@@ -236,6 +246,8 @@ class _Model:
         """Bytes by which the tensors that a layer recomputes raise the peak of a step."""
         if not self._costs.recomputed_device_bytes:
             return {}
+        if self._whole_calls:
+            return {self._program.column(1.0, 1.0): float(self._costs.recomputed_device_bytes)}
         largest = max(part.costs.other_bytes for part in self._classes)
         most = {self._program.column(0.0): float(largest or 1)}
         for part in self._classes:
@@ -317,6 +329,7 @@ _FEWEST_TILES: Final = 16
 # a small part because the solver reaches whole tiles only within its tolerance.
 _MISSING: Final = (0.999, 0.5, 0.001)
 _NOTHING: Final = 1e-7
+_GOLDEN: Final = (math.sqrt(5) - 1) / 2
 
 
 class StorageError(ValueError):
@@ -399,24 +412,44 @@ class _Rounding:
         if simple is None or simple.seconds > longest:
             simple = ideal
         storage, needs = self._in_long_slices(simple, longest) or self._in_little_room(ideal)
+        whole = self._in_whole_calls() if needs.step_seconds > longest else None
+        if whole is not None and whole[1].step_seconds < needs.step_seconds:
+            storage, needs = whole
         simulate(self.costs, storage, self.budget, self.bounce_share)
         return RoundedSolution(storage=storage, needs=needs, bound_seconds=ideal.seconds, prices=simple.prices)
 
-    def _solve(self, budget: Budget, may_drop_attention: bool) -> StorageSolution | None:
-        return solve_storage(self.costs, budget, may_drop_attention=may_drop_attention, bounce_share=self.bounce_share)
+    def _solve(self, budget: Budget, may_drop_attention: bool, whole_calls: bool = False) -> StorageSolution | None:
+        return solve_storage(
+            self.costs,
+            budget,
+            may_drop_attention=may_drop_attention,
+            whole_calls=whole_calls,
+            bounce_share=self.bounce_share,
+        )
+
+    def _in_whole_calls(self) -> _Found | None:
+        """The fastest plan that fits of those that treat all tokens of a layer call alike: no layer runs in slices."""
+        solution = self._solve(self.budget, False, whole_calls=True)
+        if solution is None:
+            return None
+        costs = self.costs
+        lengths = [calls * costs.tokens for calls in costs.class_calls]
+        ways = roundings(costs.classes, solution, lengths, costs.tokens, costs.tokens)
+        return self._fastest(_of_whole_calls(costs, way) for way in ways)
 
     def _in_long_slices(self, solution: StorageSolution, longest: float) -> _Found | None:
         """Round to the largest tiles with which the step is fast enough, else to the given tiles, if that fits.
 
         Where layer inputs and attention outputs need small tiles to fit, the other kinds may do with large ones.
         """
-        found = None
+        found: list[_Found] = []
         for tile in _tiles(self.costs.tokens, self.tile_tokens):
             for required_tile in dict.fromkeys((tile, self.tile_tokens)):
-                found = self._round(solution, required_tile, tile)
-                if found is not None and found[1].step_seconds <= longest:
-                    return found
-        return found
+                rounded = self._round(solution, required_tile, tile)
+                if rounded is not None and rounded[1].step_seconds <= longest:
+                    return rounded
+                found += [rounded] if rounded else []
+        return min(found, key=lambda way: way[1].step_seconds, default=None)
 
     def _in_little_room(self, ideal: StorageSolution) -> _Found:
         """If no rounding of the optimum fits, solve again with a budget that leaves room for rounding up."""
@@ -436,11 +469,12 @@ class _Rounding:
 
     def _round(self, solution: StorageSolution, tile: int, product_tile: int) -> _Found | None:
         """The fastest rounded plan that fits."""
-        fitting: list[_Found] = []
-        for calls in roundings(self.costs.classes, solution, self.costs.tokens, tile, product_tile):
-            storage = self._storage(calls)
-            if (needs := needs_of(self.costs, storage, self.bounce_share)).fits(self.budget):
-                fitting.append((storage, needs))
+        lengths = [self.costs.tokens] * len(self.costs.classes)
+        return self._fastest(map(self._storage, roundings(self.costs.classes, solution, lengths, tile, product_tile)))
+
+    def _fastest(self, plans: Iterable[StoragePlan]) -> _Found | None:
+        ways = ((storage, needs_of(self.costs, storage, self.bounce_share)) for storage in plans)
+        fitting = (way for way in ways if way[1].fits(self.budget))
         return min(fitting, key=lambda way: way[1].step_seconds, default=None)
 
     def _storage(self, calls: tuple[CallPlan, ...]) -> StoragePlan:
@@ -493,15 +527,35 @@ def _shortage(costs: StorageCosts, budget: Budget, may_drop_attention: bool) -> 
     )
 
 
+def _of_whole_calls(costs: StorageCosts, classes: Sequence[CallPlan]) -> StoragePlan:
+    """Return a plan whose layer calls are cut out of the calls of their classes, laid one after another.
+
+    Args:
+        costs: Costs of the layer calls.
+        classes: Ranges of the tokens of all calls of each class.
+    """
+    tokens, plans = costs.tokens, [(0, CallPlan(ranges=()))] * costs.calls
+    for number, plan in enumerate(classes):
+        members = [call for call, of in enumerate(costs.call_classes) if of == number]
+        # Neighbours in a line are far from each other in the step, so that copies are evenly spread.
+        for place, call in enumerate(sorted(members, key=lambda call: call * _GOLDEN % 1)):
+            first = place * tokens
+            inside = [r for r in plan.ranges if r.start <= first < r.stop]
+            plans[call] = number, CallPlan(ranges=tuple(replace(r, start=0, stop=tokens) for r in inside))
+    order = list(dict.fromkeys(plans))
+    calls = tuple(plan for _, plan in order)
+    return StoragePlan(tokens=tokens, call_classes=tuple(map(order.index, plans)), calls=calls)
+
+
 def roundings(
-    calls: Sequence[CallCosts], solution: StorageSolution, tokens: int, tile: int, product_tile: int
+    calls: Sequence[CallCosts], solution: StorageSolution, lengths: Sequence[int], tile: int, product_tile: int
 ) -> Iterator[tuple[CallPlan, ...]]:
     """Round shares of the tokens to ranges that begin at multiples of a tile, in several ways.
 
     Args:
         calls: Classes of layer calls.
         solution: Shares of each class.
-        tokens: Tokens of a layer call.
+        lengths: Tokens that the shares of each class are of.
         tile: Tokens of a tile of layer inputs and attention outputs.
         product_tile: Tokens of a tile of all other kinds.
 
@@ -512,7 +566,7 @@ def roundings(
         for spare in (*PLACES, None):
             tilings = [
                 _Tiling(shares, tokens, tile, product_tile, solution.required, missing, spare)
-                for shares in solution.shares
+                for shares, tokens in zip(solution.shares, lengths, strict=True)
             ]
             yield tuple(tiling.plan(call) for call, tiling in zip(calls, tilings, strict=True))
 
@@ -572,11 +626,11 @@ def needs_of(costs: StorageCosts, storage: StoragePlan, bounce_share: float = 0.
     """Time and memory of a step.
 
     Args:
-        costs: Bytes and seconds of each class of layer calls.
-        storage: A plan for these classes.
+        costs: Bytes and seconds of the layer calls.
+        storage: A plan for these layer calls.
         bounce_share: See `solve_storage`.
     """
-    calls = storage.calls
+    costs, calls = costs.of_plan(storage.call_classes), storage.calls
     kept, swapped, spilled = (
         [stored_bytes_of(call, plan, costs.tokens, place) for call, plan in zip(costs.classes, calls, strict=True)]
         for place in PLACES

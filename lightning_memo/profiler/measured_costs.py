@@ -142,6 +142,7 @@ def measured_layer_costs(
         backward_device_bytes=max(working_set.layers - max(profile.slice_bytes_of(*_RECOMPUTED)), 0),
         disk_write_bytes_per_second=write,
         disk_read_bytes_per_second=read,
+        launch_seconds=profile.launch_seconds if device.type == "cuda" else 0.0,  # a CPU computes meanwhile
     )
 
 

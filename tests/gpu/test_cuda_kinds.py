@@ -58,6 +58,7 @@ def test_gradients_where_everything_is_somewhere(window: int | None, device: tor
         gradients(model, batch)
         profile = engine.profile
         assert profile is not None and all(product.seconds > 0 for product in profile.in_order()[1].products)
+        assert 0.0 < profile.launch_seconds < 60.0
         load(engine, MIXED, profile)
         for _ in range(3):
             assert distance(gradients(model, batch), truth) <= FARTHER * plain

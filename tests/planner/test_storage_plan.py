@@ -26,7 +26,7 @@ from lightning_memo.planner import HostMemoryError, Restrictions, make_plan
 from lightning_memo.planner.explain_plan import resource_sensitivities
 from lightning_memo.planner.simulate_step import ScheduleError, ScheduleFault, simulate
 from lightning_memo.planner.storage_planner import StorageError, needs_of, plan_storage, solve_storage
-from lightning_memo.planner.token_slices import swapped_tokens
+from lightning_memo.planner.token_slices import slices_of, swapped_tokens
 
 GIB = 2**30
 FINGERPRINT = Fingerprint(
@@ -262,11 +262,10 @@ def ranges_of(*rows):
     return CallPlan(ranges=tuple(StoredRange(kind=k, place=p, start=a, stop=b) for k, p, a, b in rows))
 
 
-def plan_of(*calls, of=None):
+def plan_of(*calls, of):
     """A plan of classes of layer calls, in the order of the layer calls of some costs."""
-    tokens = max((100, *(bound for call in calls for bound in call.bounds)))
-    order = (0,) if of is None else of.call_classes
-    return StoragePlan(tokens=tokens if of is None else of.tokens, call_classes=order, calls=calls)
+    tokens = max((of.tokens, *(bound for call in calls for bound in call.bounds)))
+    return StoragePlan(tokens=tokens, call_classes=of.call_classes, calls=calls)
 
 
 AMPLE = Budget(device_bytes=10**6, host_bytes=10**6, disk_bytes=10**6)
@@ -279,7 +278,7 @@ def spans(timeline, stream, phase):
 
 def test_the_simulator_keeps_the_rules_of_the_schedule():
     whole = ranges_of(*EVERYTHING, ("other", "host", 0, 100))  # 10 s a copy
-    timeline = simulate(tiny(), plan_of(whole), AMPLE)
+    timeline = simulate(tiny(), plan_of(whole, of=tiny()), AMPLE)
     assert spans(timeline, "compute", "forward") == [(0, 0, 4), (1, 4, 8), (2, 14, 18), (3, 24, 28)]
     assert spans(timeline, "offload", "forward") == [(0, 4, 14), (1, 14, 24)]
     assert spans(timeline, "compute", "backward") == [(3, 28, 36), (2, 36, 44), (1, 46, 54), (0, 56, 64)]
@@ -294,7 +293,7 @@ def test_the_simulator_recomputes_what_has_no_place():
         ("input", "device", 0, 100), ("attention", "device", 50, 100),
         ("other", "device", 80, 100), ("a", "device", 60, 80), ("b", "device", 30, 80),
     )  # fmt: skip
-    timeline = simulate(tiny(n=1), plan_of(part), AMPLE)
+    timeline = simulate(tiny(n=1), plan_of(part, of=tiny(n=1)), AMPLE)
     ((_, start, end),) = spans(timeline, "compute", "backward")
     assert end - start == pytest.approx(8 + 0.6 * 2 + 0.3 * 1 + 0.8 * 1 + 0.25 * 2)
     assert timeline.peak_device_bytes == 1500 + 100 + 50 + 160 + 60 + 150
@@ -303,7 +302,7 @@ def test_the_simulator_recomputes_what_has_no_place():
 def test_what_is_stored_is_not_recomputed_beside_it():
     half = ranges_of(*EVERYTHING, ("other", "host", 50, 100))  # 400 of 800 bytes are recomputed
     needs = [tiny(recomputed_device_bytes=most) for most in (0, 300, 500)]
-    peaks = [simulate(costs, plan_of(half), AMPLE).peak_device_bytes for costs in needs]
+    peaks = [simulate(costs, plan_of(half, of=costs), AMPLE).peak_device_bytes for costs in needs]
     assert peaks == [needs_of(costs, plan_of(half, of=costs)).device_bytes for costs in needs]
     assert [peaks[0] - peak for peak in peaks] == [0, 300, 400]
     with pytest.raises(ValueError, match="recomputed_device_bytes=501 must be at most 500"):
@@ -312,7 +311,7 @@ def test_what_is_stored_is_not_recomputed_beside_it():
 
 def test_a_slow_disk_holds_up_the_copies():
     spilled = ranges_of(("input", "host", 0, 100), ("attention", "disk", 0, 100))
-    timeline = simulate(tiny(n=3), plan_of(spilled), AMPLE)
+    timeline = simulate(tiny(n=3), plan_of(spilled, of=tiny(n=3)), AMPLE)
     # 200 bytes take 2 s over the link, 100 of them 2 s to write and 5 s to read
     assert spans(timeline, "spill", "forward") == [(0, 4, 6)]
     assert spans(timeline, "spill", "backward")[0][2] - spans(timeline, "spill", "backward")[0][1] == 5
@@ -336,22 +335,22 @@ def test_a_slow_disk_holds_up_the_copies():
 )
 def test_a_plan_that_makes_no_sense_is_refused(rows, fault):
     with pytest.raises(ScheduleError) as caught:
-        simulate(tiny(), plan_of(ranges_of(*rows)), AMPLE)
+        simulate(tiny(), plan_of(ranges_of(*rows), of=tiny()), AMPLE)
     assert caught.value.fault is fault
     assert "\n" not in str(caught.value)
 
 
 def test_a_plan_of_other_layers_is_refused():
-    with pytest.raises(ScheduleError, match="2 entries, 1 classes"):
-        simulate(tiny(), plan_of(ranges_of(*EVERYTHING), ranges_of(*EVERYTHING)), AMPLE)
-    spilled = plan_of(ranges_of(("input", "disk", 0, 100)))
+    with pytest.raises(ScheduleError, match="3 classes, 4 calls"):
+        simulate(tiny(), plan_of(ranges_of(*EVERYTHING), of=tiny(n=3)), AMPLE)
+    spilled = plan_of(ranges_of(("input", "disk", 0, 100)), of=tiny())
     with pytest.raises(ScheduleError, match="without a disk"):
         simulate(tiny(), spilled, replace(AMPLE, disk_bytes=0))
 
 
 def test_every_memory_is_refused_when_one_byte_over():
     rows = ("input", "host", 0, 100), ("attention", "disk", 0, 100), ("a", "device", 0, 100)
-    plan = plan_of(ranges_of(*rows))
+    plan = plan_of(ranges_of(*rows), of=tiny())
     exact = Budget(device_bytes=1500 + 2 * 200 + 4 * 300, host_bytes=200, disk_bytes=200)
     simulate(tiny(), plan, exact)
     for budget, fault in (
@@ -365,7 +364,8 @@ def test_every_memory_is_refused_when_one_byte_over():
 
 
 def test_the_simulator_takes_milliseconds():
-    costs, plan = tiny(n=128), plan_of(ranges_of(*EVERYTHING, ("a", "disk", 0, 50)))
+    costs = tiny(n=128)
+    plan = plan_of(ranges_of(*EVERYTHING, ("a", "disk", 0, 50)), of=costs)
     seconds = []
     for _ in range(3):
         begin = time.process_time()
@@ -409,6 +409,7 @@ def steps(draw):
         recomputed_device_bytes=draw(st.integers(0, most)),
         disk_write_bytes_per_second=1e8,
         disk_read_bytes_per_second=3e8,
+        launch_seconds=draw(st.just(0.0) | st.floats(0.0, 10.0)),
     )
 
 
@@ -434,6 +435,12 @@ def call_plans(draw, call, tokens):
     return CallPlan(ranges=tuple(ranges))
 
 
+def launching(costs, storage):
+    """Seconds in which the host launches a step."""
+    slices = [part for call in range(costs.calls) for part in slices_of(storage, call, costs.tokens)]
+    return costs.outside_seconds + costs.launch_seconds * sum(2 + part.recomputes for part in slices)
+
+
 @pytest.mark.slow
 @settings(max_examples=120)
 @given(st.data())
@@ -444,7 +451,9 @@ def test_no_plan_that_fits_beats_the_optimum(data):
     solution = solve_storage(costs, budget, may_drop_attention=True)
     other = needs_of(costs, plan_of(*any_calls, of=costs))
     timeline = simulate(costs, plan_of(*any_calls, of=costs), budget)
-    assert timeline.step_seconds == pytest.approx(other.step_seconds, rel=1e-9)
+    assert max(timeline.step_seconds, launching(costs, plan_of(*any_calls, of=costs))) == pytest.approx(
+        other.step_seconds, rel=1e-9
+    )
     peaks = timeline.peak_device_bytes, timeline.peak_host_bytes, timeline.peak_disk_bytes
     assert peaks == (other.device_bytes, other.host_bytes, other.disk_bytes)
 
@@ -476,7 +485,8 @@ def test_plans_of_any_costs_fit_and_take_what_was_expected(data):
         assert kept > room and (2 * max(least) > room or swapped > budget.host_bytes)
         return
     timeline = simulate(costs, plan.storage, budget)
-    assert timeline.step_seconds == pytest.approx(plan.needs.step_seconds, rel=1e-9)
+    seconds = max(timeline.step_seconds, launching(costs, plan.storage))
+    assert seconds == pytest.approx(plan.needs.step_seconds, rel=1e-9)
     assert plan.bound_seconds <= timeline.step_seconds * (1 + 1e-7) + 1e-9
     assert may_drop or all(call.tokens(ATTENTION) == costs.tokens for call in plan.storage.calls)
 
@@ -608,6 +618,22 @@ def test_of_plans_that_take_equally_long_the_simplest_is_chosen():
     device = Budget(device_bytes=2000, host_bytes=10**6, disk_bytes=AMPLE.disk_bytes)
     least = plan_storage(tiny(n=30, classes=(free,)), device, tile_tokens=10)
     assert {(r.kind, r.place) for r in least.storage.calls[0].ranges} == {(INPUT, "host"), (ATTENTION, "host")}
+
+
+def test_layers_run_in_slices_only_where_the_device_takes_longer_than_the_host_to_launch_them():
+    layers = tuple(replace(CALL, attention_bytes=110 + n) for n in range(2))  # two classes, which take turns
+    costs = tiny(n=12, classes=layers, call_classes=(0, 1) * 6, recomputed_device_bytes=300)
+    budget = Budget(device_bytes=1500 + 7000, host_bytes=10**6)
+    long = plan_storage(costs, budget, tile_tokens=10)
+    assert max(len(call.bounds) for call in long.storage.calls) > 2
+    short = plan_storage(replace(costs, launch_seconds=4.0), budget, tile_tokens=10)
+    assert {call.bounds for call in short.storage.calls} == {(0, 100)}
+    stored = [short.storage.call(n).tokens(OTHER) for n in range(12)]
+    assert 0 < stored.count(0) < 12  # whole calls are recomputed, spread over the step
+    assert all(0 in part and 100 in part for part in (stored[:6], stored[6:]))
+    ungrouped = costs.of_plan(short.storage.call_classes)
+    assert [ungrouped.classes[n] for n in ungrouped.call_classes] == [costs.classes[n] for n in costs.call_classes]
+    assert simulate(costs, short.storage, budget).peak_device_bytes == short.needs.device_bytes <= budget.device_bytes
 
 
 def test_attention_outputs_are_dropped_only_where_that_pays():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -48,6 +50,7 @@ class CallProfile:
     Attributes:
         saved: The tensors that the first slice saves.
         products: The matrix products that the recomputation of the first slice computes.
+        launch_seconds: The shortest time in which the host has launched the forward of a slice.
         windows: The window of each attention call; `None` if it sees all earlier keys.
         marks: Points in time, by name.
         seen: The storages that have been counted.
@@ -61,6 +64,7 @@ class CallProfile:
     slice_tokens: int
     saved: list[SavedBytes] = field(default_factory=list)
     products: list[ProductProfile] = field(default_factory=list)
+    launch_seconds: float = math.inf
     windows: list[int | None] = field(default_factory=list)
     marks: dict[str, list[Moment]] = field(default_factory=dict)
     seen: Registry[None] = field(default_factory=Registry)
@@ -98,6 +102,7 @@ class StepProfile:
         self.calls: dict[int, CallProfile] = {}
         self._clock = Clock(device)
         self._waits: list[tuple[Moment, Moment]] = []
+        self._launched = 0.0
 
     @property
     def complete(self) -> bool:
@@ -132,7 +137,12 @@ class StepProfile:
         """
         if name == "forward_begin" and not again:
             self.calls.pop(index, None)  # what an abandoned forward has left is dropped
-        self._call(index).marks.setdefault(name, []).append(self._clock.now())
+        call = self._call(index)
+        call.marks.setdefault(name, []).append(self._clock.now())
+        if name == "forward_begin":
+            self._launched = time.perf_counter()
+        elif name == "forward_end":
+            call.launch_seconds = min(call.launch_seconds, time.perf_counter() - self._launched)
 
     def finish(self) -> bool:
         """Give calls that got no backward the profile of the nearest call that got one. Their forward stores as much.
@@ -232,6 +242,11 @@ class StepProfile:
     def seconds_of(self, name: str) -> tuple[float, ...]:
         """Return the time that every call spent on `name`, in order of execution; see :meth:`CallProfile.seconds`."""
         return tuple(call.seconds(name) for call in self.in_order())
+
+    @property
+    def launch_seconds(self) -> float:
+        """Time in which the host launches a forward: the shortest one, as it waits for a device that is behind."""
+        return min(call.launch_seconds for call in self.calls.values())
 
     @property
     def saved_by_calls(self) -> list[tuple[list[SavedBytes], int]]:
