@@ -109,8 +109,13 @@ class StoragePlan:
     slice_tokens: int | None = None
     """Maximum number of tokens that run through a layer at once; None for no limit."""
 
+    segment_calls: int | None = None
+    """Number of consecutive layer calls that form a segment, counted from the last call. Only the last segment stores
+    tensors in the forward. Each other one stores the input of its first call, and runs again, as a whole, when its
+    backward begins. None if all calls are one segment."""
+
     def __post_init__(self) -> None:
-        check_range(self, {"tokens": 1, "slice_tokens": 1})
+        check_range(self, {"tokens": 1, "slice_tokens": 1, "segment_calls": 1})
         if not self.call_classes or not set(self.call_classes) <= set(range(len(self.calls))):
             raise ValueError(
                 f"call_classes must have a class for each layer call, of the {len(self.calls)} that calls describes"
@@ -122,6 +127,22 @@ class StoragePlan:
     def call(self, number: int) -> CallPlan:
         """Plan of a layer call, given its position among the layer calls that are alive."""
         return self.calls[self.call_classes[number % len(self.call_classes)]]
+
+    @property
+    def segments(self) -> list[range]:
+        """The layer calls of each segment, in execution order."""
+        calls = len(self.call_classes)
+        size = self.segment_calls or calls
+        return [range(max(stop - size, 0), stop) for stop in range(calls, 0, -size)][::-1]
+
+    def segments_behind(self, number: int) -> int:
+        """Number of segments behind that of a layer call. It runs again in the backward if there are any."""
+        return max(len(self.call_classes) - 1 - number, 0) // self.segment_calls if self.segment_calls else 0
+
+    @property
+    def calls_again(self) -> int:
+        """Number of layer calls, the first ones, that run again in the backward."""
+        return self.segments[-1].start
 
     def share(self, kind: str, *places: Place) -> float:
         """Fraction of the tokens for which a kind of tensor is stored, over all layer calls.
@@ -241,6 +262,8 @@ class SwapPlan:
             raise ValueError(f"memory.disk must have an entry for each of the {self.calls} layer calls, or none")
         if self.streamed and self.disk_calls:
             raise ValueError("memory.disk must be empty if stream_from_host is not none: slots of slices use no disk")
+        if self.storage.calls_again and (self.stream_from_host != "hidden" or self.alpha):
+            raise ValueError("storage.segment_calls must be null unless stream_from_host is hidden and alpha is 0")
 
     @property
     def calls(self) -> int:

@@ -15,7 +15,7 @@ from lightning_memo.engine.attention.attention_selector import AttentionSelector
 from lightning_memo.engine.layers.token_sharing import SequenceCutter
 from lightning_memo.engine.modules.layer_classes import LayerClasses, RequestedSettings
 from lightning_memo.engine.modules.layer_probe import LayerTraits
-from lightning_memo.planner.streamed_bytes import StreamedBytes, streamed_bytes
+from lightning_memo.planner.streamed_bytes import StreamedBytes, streamed_bytes, with_longest_segments
 from lightning_memo.planner.token_slices import SavedBytes, TokenRange, memory_of_plan, plan_of_alpha, slot_bytes
 from lightning_memo.utils.free_memory import free_device_bytes
 
@@ -39,19 +39,33 @@ class ProfiledLayers(Protocol):
     cutter: SequenceCutter
     parked: list[SavedBytes]
 
+    def agreed_segments(self, own: int | None) -> int | None:
+        """Return the size of the segments in which all processes run layers again."""
+
 
 def streamed_bytes_of_calls(
     engine: ProfiledLayers,
     calls: Sequence[tuple[Sequence[SavedBytes], int]],
     slices: Sequence[TokenRange],
     stream_from_host: StreamFromHost,
+    segments: Sequence[range] = (),
 ) -> StreamedBytes:
     """Return the memory of a plan by which every slice has a slot of its own; see :func:`streamed_bytes`."""
     gradient_bytes = max(-(-traits.key_value_gradient_bytes // traits.tokens) for traits in engine.layer_classes)
     return streamed_bytes(
         calls, slices, stream_from_host, gradient_bytes=gradient_bytes, block_tokens=engine.attention.block_tokens,
-        shared=engine.parked,
+        shared=engine.parked, segments=segments,
     )  # fmt: skip
+
+
+def may_run_again(stream_from_host: StreamFromHost, in_flight: int | None) -> bool:
+    """Return whether layer calls may run again in the backward if the host is too small.
+
+    Args:
+        stream_from_host: What lives on the host.
+        in_flight: Number of micro-batches whose layer calls are alive at once; `None` without a pipeline.
+    """
+    return stream_from_host == "hidden" and in_flight is None
 
 
 def bootstrap_plan(
@@ -61,6 +75,7 @@ def bootstrap_plan(
     slices: Sequence[TokenRange],
     stream_from_host: StreamFromHost,
     most_host_bytes: float,
+    in_flight: int | None = None,
 ) -> SwapPlan:
     """Return a plan of full recomputation, as far as the memory of a layer is known before it has run.
 
@@ -72,6 +87,7 @@ def bootstrap_plan(
         stream_from_host: What lives on the host.
         most_host_bytes: Host memory that the step may use. If layers may run by kinds of tensors, attention outputs
             that find no room there are not stored, but computed again.
+        in_flight: Number of micro-batches whose layer calls are alive at once; `None` without a pipeline.
     """
     saved = [SavedBytes("input", input_bytes), *traits.saved]
     calls, multiple = [(saved, traits.tokens)] * len(engine.layers), engine.cutter.multiple
@@ -79,8 +95,17 @@ def bootstrap_plan(
     storage = plan_of_alpha(slices[-1].stop, 0.0, len(calls), slice_tokens=longest, multiple=multiple)
     swap = SwapPlan(storage=storage, memory=PlanMemory())
     if stream_from_host != "none":
-        memory = streamed_bytes_of_calls(engine, calls, slices, stream_from_host).memory
-        return replace(swap, memory=memory, stream_from_host=stream_from_host)
+
+        def memory_of(plan: StoragePlan) -> PlanMemory:
+            return streamed_bytes_of_calls(engine, calls, slices, stream_from_host, plan.segments).memory
+
+        def fits(plan: StoragePlan) -> bool:
+            return memory_of(plan).host <= most_host_bytes
+
+        if may_run_again(stream_from_host, in_flight):
+            longest = storage if fits(storage) else with_longest_segments(storage, fits) or storage
+            storage = replace(storage, segment_calls=engine.agreed_segments(longest.segment_calls))
+        return SwapPlan(storage=storage, memory=memory_of(storage), stream_from_host=stream_from_host)
     if engine.settings.by_kind and not (traits.unsliceable or traits.needs_full_attention):
         storage = _without_attention(swap, saved, traits.tokens, slices, most_host_bytes)
     return replace(swap, storage=storage, memory=memory_of_plan(storage, calls, swap.swapped_calls, multiple=multiple))

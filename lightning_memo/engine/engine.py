@@ -7,6 +7,7 @@ import itertools
 import math
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -41,7 +42,7 @@ from lightning_memo.engine.loaded_plan import (
 )
 from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.host_pages import HostPages
-from lightning_memo.engine.memory.offloaded_tensor import OffloadedTensor, real
+from lightning_memo.engine.memory.offloaded_tensor import OffloadedTensor, on_host, real
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.modules.fused_kernels import attach_fused
 from lightning_memo.engine.modules.layer_classes import LayerClasses, RequestedSettings
@@ -60,8 +61,10 @@ from lightning_memo.engine.recurrence import RecurrentStates, StateCall, handing
 from lightning_memo.engine.saved_tensors.call_arguments import parkable
 from lightning_memo.engine.saved_tensors.offload_group import OffloadGroups
 from lightning_memo.engine.sliced_model.sliced_model import SlicedModel, find_causal_lm
+from lightning_memo.engine.slices.segments import Segment
 from lightning_memo.engine.slices.slice_schedules import run_last_layer, run_schedule, run_without_backward
 from lightning_memo.engine.timeline_recorder import Subject, TimelineRecorder
+from lightning_memo.parallel.ranks import smallest_segments
 from lightning_memo.planner.token_slices import KEPT, SavedBytes, TokenRange
 from lightning_memo.utils.around_forward import has_user_hooks, leave_own_contexts, saves_on_cpu, why_without_hooks
 from lightning_memo.utils.class_names import class_name
@@ -124,6 +127,7 @@ class Engine:
         on_mark: Callback for events of layer calls: receives the call number and a name such as "forward_begin".
         before_layer: Callback before each forward and backward of a layer. It may raise an exception to end the step.
         before_profile: Callback before a step that is going to be profiled.
+        segment_calls: Size of the segments in which all processes run layers again; `None` if they run none again.
         ran_plainly: Whether layers ran as in plain training since this was set to `False`, because a batch was empty or
             too short, hooks of saved tensors were off or a user's, or a key-value cache was filled.
     """
@@ -162,9 +166,12 @@ class Engine:
         self.micro_batches = MicroBatches(self.calls, self.offload_groups)
         self.sequence: SequenceRun | None = None
         self.parked: list[SavedBytes] = []  # arguments of the first slice that wait on the host
+        self.segment_calls: int | None = None
         self.ran_plainly = False
+        self._agreed_on_segments = False
         self._model = model
         self._reader: BlockReader | None = None
+        self._segment: Callable[[], Segment | None] = lambda: None
         self._undo: list[Callable[[], None]] = []
         self._warned: set[str] = set()
 
@@ -273,6 +280,20 @@ class Engine:
     def slots_in_use(self) -> int:
         """Host slots and rounding buffers held by layer calls whose backward has not ended."""
         return 0 if self.memory is None else self.memory.slots_in_use
+
+    def agreed_segments(self, own: int | None) -> int | None:
+        """Return the size of the segments in which all processes run layers again.
+
+        Later steps are not profiled by all of them, and all gather weights for layers that run again: the size stays.
+
+        Args:
+            own: The size with which a profiled step fits this process's host; `None` if no layer has to run again.
+        """
+        ranks = self.sharing.ranks
+        if ranks is None or not self._agreed_on_segments:
+            self.segment_calls = own if ranks is None else smallest_segments(own, ranks.gather)
+            self._agreed_on_segments = True
+        return self.segment_calls
 
     # ---- limits and slices of a plan
 
@@ -400,7 +421,12 @@ class Engine:
         """Run a layer by the plan, or for a profile, on all tokens of its input or on a slice of the sequence."""
         x, sequence = given.contiguous(), self.sequence
         if sequence is None:
-            run = self._begin_call(call, x, key, swap)
+            traits, slices = self._cut(call, x, key, swap)
+            opened = functools.partial(self._open, key=key, swap=swap, traits=traits, slices=slices)
+            number = swap.storage.segments_behind(key)
+            if number and len(slices) > 1:
+                return self._segment_of(number, x).run(opened(call, x, measured=False), x, opened)
+            run = opened(call, x)
         else:
             run = self._begin_in_sequence(call, x, key, sequence)
         self.calls.add(key, run)
@@ -410,7 +436,17 @@ class Engine:
         joint_attention = not run.whole and (self.settings.joint_attention or run.joint_attention)
         return run_schedule(run, x, given, joint_attention)
 
-    def _begin_call(self, call: LayerCall, x: Tensor, key: int, swap: SwapPlan) -> LayerRun:
+    def _segment_of(self, number: int, x: Tensor) -> Segment:
+        """Return the segment of a layer call whose input is `x`; see Note: [Segments]."""
+        segment = self._segment()
+        if segment is None or not segment.continues(number, x):
+            assert self.memory is not None
+            segment = Segment(number, on_host(x, self.memory))
+            self._segment = weakref.ref(segment)
+        return segment
+
+    def _cut(self, call: LayerCall, x: Tensor, key: int, swap: SwapPlan) -> tuple[LayerTraits, tuple[TokenRange, ...]]:
+        """Return the traits of a layer, and the slices in which the call runs."""
         tokens = call.tokens
         own = traits = self.layer_classes.of(call, x)  # before the first mark, as a proof takes long
         slices = self.slices_for(traits, tokens, key)
@@ -424,17 +460,33 @@ class Engine:
         self.settings.check(traits, has_global_slices(call.layout))
         if self._runs_whole(swap, traits) and not swap.storage.has_one_alpha:
             self.limits.exceed()  # slots and rounding buffers were planned for slices
+        return traits, slices
+
+    def _open(
+        self,
+        call: LayerCall,
+        x: Tensor,
+        *,
+        key: int,
+        swap: SwapPlan,
+        traits: LayerTraits,
+        slices: tuple[TokenRange, ...],
+        measured: bool = True,
+    ) -> LayerRun:
+        """Begin a layer call; `measured` as for `run_of_call`."""
+        tokens = call.tokens
         leaves, on_host = swap.streamed or key < swap.swapped_calls, swap.gradients_on_host
         if self.profile is not None and self.memory is not None and leaves and not swap.streamed:
             with self.profile.waiting():  # times of layers must not contain waits
                 self.memory.wait_for_host()
-        self.mark(key, "forward_begin", Subject(key))
+        if measured:
+            self.mark(key, "forward_begin", Subject(key))
         check_bounds(call.layout, slices)
         sizes: dict[Place, int] = {"disk": swap.slot_disk_bytes(key)}
         policy = StoragePolicy(self.memory, leaves, swap.streamed, sizes, on_host)
-        run = run_of_call(self, call, x, CallPosition(key, key), slices, policy, traits)
+        run = run_of_call(self, call, x, CallPosition(key, key), slices, policy, traits, measured=measured)
         self.limits.begin_call(key, call.batch * tokens)
-        if self.profile is not None:
+        if self.profile is not None and measured:
             self.profile.resize(key, call.batch, tokens, slices[0].tokens)
             self.profile.handed(key, traits.saved)
         return run
@@ -488,8 +540,8 @@ class Engine:
             parked = parkable((call.args, call.kwargs)) * _LAYER_CLASSES
             self.parked = [SavedBytes("shared", t.nbytes * traits.tokens // call.tokens) for t in parked]
         limit, input_bytes = self.settings.host_limit(self.pages.held_bytes), x.nbytes * traits.tokens // call.tokens
-        swap = bootstrap_plan(self, traits, input_bytes, slices, streamed, limit)
         in_flight = max(self.micro_batches.in_flight or (), default=None)
+        swap = bootstrap_plan(self, traits, input_bytes, slices, streamed, limit, in_flight)
         if limit < math.inf:
             self.pages.reserve(int(limit))
         ahead = max(bytes_ahead(swap, traits, self.device, limit, in_flight), self.pages.held_bytes)

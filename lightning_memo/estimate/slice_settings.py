@@ -76,6 +76,7 @@ class Slices:
             self.stream_from_host,
             gradient_bytes=self.key_value_gradient_bytes(shape),
             shared=[SavedBytes("shared", self.tokens * size) for size in shared],
+            segments=plan.segments,
         )
 
 

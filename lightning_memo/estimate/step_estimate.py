@@ -82,6 +82,9 @@ class LayersEstimate:
 
     host_bytes: int
     disk_bytes: int = 0
+    runs_again: bool = False
+    """Whether some layers store nothing in the forward, and run again in the backward."""
+
     storage: Storage | None = None
     """What becomes of each kind of tensor; None without a plan by kinds."""
 
@@ -247,6 +250,9 @@ def _swapped(request: EstimateRequest, parallel: Parallelism, plan: Plan) -> Lay
     seconds = share * sum(costs.recompute_seconds)
     if plan.storage_costs is not None:
         recomputed, seconds = recomputed_work(request, parallel, plan)
+    if again := swap.storage.calls_again:
+        recomputed += again / swap.calls * request.shape.forward_flops(request.seq_len)
+        seconds += sum(costs.forward_seconds[:again])
     return LayersEstimate(
         status="ok",
         alpha=swap.alpha,
@@ -258,6 +264,7 @@ def _swapped(request: EstimateRequest, parallel: Parallelism, plan: Plan) -> Lay
         device_bytes=bytes_of_plan(request, parallel, plan),
         host_bytes=swap.host_bytes,
         disk_bytes=swap.disk_bytes,
+        runs_again=bool(again),
         limits=[plan.reason],
     )
 
@@ -339,12 +346,7 @@ def _resident(
     recomputes = request.recomputes
     if not recomputes:  # memory is not planned
         device_bytes["fragmentation"] = round(request.constants.fragmentation * sum(device_bytes.values()))
-    tokens = request.seq_len
-    flops = sum(
-        part.layers
-        * (2.0 * tokens * part.multiplied_in_a_layer + part.attention_flops(tokens) * (not request.keeps_attention))
-        for part in request.shape.runs
-    )
+    flops = request.shape.forward_flops(request.seq_len, with_attention=not request.keeps_attention)
     return LayersEstimate(
         status="ok",
         alpha=None,
@@ -386,7 +388,7 @@ def activations_sentence(request: EstimateRequest, outcome: LayersEstimate) -> s
         f"{_percent(swapped)} of tokens have their activations swapped, {_percent(outcome.recomputed)} recomputed, "
         f"{_percent(kept)} kept on the device."
     )
-    if outcome.recomputed + swapped == 0:
+    if outcome.recomputed + swapped == 0 or outcome.runs_again:
         return fractions
     if request.swaps:
         return f"{fractions} Layer inputs and attention outputs are swapped for every token."

@@ -92,6 +92,7 @@ def alpha_plan(
         # know the memory of a step without slices.
         may_be_plain=parallel.pp == 1 and slices is None,
         stream_from_host="none" if slices is None else slices.stream_from_host,
+        may_run_again=slices is not None and slices.states_on_host and parallel.pp == 1,
     )
 
     def sizes_of(plan: StoragePlan) -> PlanMemory | StreamedBytes:

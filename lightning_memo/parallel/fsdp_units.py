@@ -120,6 +120,31 @@ def as_one_forward(layers: Sequence[nn.Module]) -> Iterator[None]:
             state._training_state = TrainingState.IDLE
 
 
+@contextlib.contextmanager
+def gathered_within_backward(layer: nn.Module) -> Iterator[None]:
+    """Within this context the weights of a layer are gathered, while the backward of another layer runs.
+
+    Args:
+        layer: The layer, which may contain units, such as experts.
+    """
+    units = fsdp_units(layer)
+    needed = [_is_gathered(unit) for unit in units]  # by the backward that runs, or ahead of the next one
+    for unit in units:
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit, stays in zip(units, needed, strict=True):
+            if not stays:
+                unit.reshard()
+
+
+def _is_gathered(unit: FSDPModule) -> bool:
+    """Returns whether FSDP2 has gathered the weights of a unit, or has begun to."""
+    groups = parameter_groups(unit._get_fsdp_state())
+    return any(group.is_unsharded or group._all_gather_result is not None for group in groups)
+
+
 class UnitsInFlight:
     """The units of FSDP2 of a pipeline stage; see Note: [Backwards inside of a forward].
 

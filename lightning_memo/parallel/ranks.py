@@ -134,26 +134,41 @@ class Ranks:
         raise ValueError(f"rank {rank}{of_group}: {message}") from error
 
 
-def agree_on_plan(solve: Callable[[float | None, bool], Plan], ranks: Ranks, everyone: bool) -> Plan:
+def agree_on_plan(solve: Callable[[float | None, bool, int | None], Plan], ranks: Ranks, everyone: bool) -> Plan:
     """Returns this rank's plan with the alpha that all ranks use: the smallest alpha that any of them can run.
 
+    All run layers again in segments of the same size, too.
+
     Args:
-        solve: Computes this rank's plan from an alpha (`None` for the user's setting) and from whether the plan may be
-            plain training.
+        solve: Computes this rank's plan from an alpha (`None` for the user's setting), from whether the plan may be
+            plain training, and from the size of segments (`None` for the longest ones that fit).
         ranks: Ranks of the run.
         everyone: Agree among all ranks; otherwise among the ranks that compute the same sequences.
 
     Raises:
         ValueError: A rank has no feasible plan.
     """
-    plan = ranks.run_alike(lambda: solve(None, True), everyone)
+    plan = ranks.run_alike(lambda: solve(None, True, None), everyone)
     if len(set(ranks.gather_slicing(plan.swap.plain, everyone))) > 1:
-        plan = ranks.run_alike(lambda: solve(None, False), everyone)
+        plan = ranks.run_alike(lambda: solve(None, False, None), everyone)
+    segment = smallest_segments(plan.swap.storage.segment_calls, lambda own: ranks.gather_slicing(own, everyone))
     smallest = min(ranks.gather_slicing(plan.swap.alpha, everyone))
+    if segment != plan.swap.storage.segment_calls:
+        return solve(0.0, False, segment)
     if plan.swap.alpha == smallest:
         return plan
     least = f"another process runs no more than alpha={smallest:.4g}, and all take the smallest"
-    return replace(solve(smallest, False), reason=f"By itself alpha={plan.swap.alpha:.4g}, but {least}.")
+    return replace(solve(smallest, False, None), reason=f"By itself alpha={plan.swap.alpha:.4g}, but {least}.")
+
+
+def smallest_segments(own: int | None, gathered: Callable[[int | None], list[int | None]]) -> int | None:
+    """Returns the size of the segments in which all ranks run layers again; `None` if none has to.
+
+    Args:
+        own: Size on this rank.
+        gathered: Gathers the sizes of all ranks.
+    """
+    return min((size for size in gathered(own) if size is not None), default=None)
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:

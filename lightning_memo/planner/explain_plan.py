@@ -79,6 +79,25 @@ def alpha_reason(found: Candidate, more: Candidate | None, alpha: float, budget:
     return " ".join(filter(None, (limit, _waits(found.time))))
 
 
+def segments_reason(found: Candidate, again_seconds: float, budget: Budget) -> str:
+    """Return why layer calls run again in the backward, and how long that takes.
+
+    Args:
+        found: The plan.
+        again_seconds: Seconds of the forwards that run again.
+        budget: Memory of the process.
+    """
+    storage, over = found.swap.storage, ""
+    if "device memory" in found.over:
+        over = f" Device memory is short: {_exceeds(0.0, budget)}."
+    limit = (
+        f"Host memory is the limit: with alpha=0 the budget of {_host_text(budget)} would overflow, so the first "
+        f"{storage.calls_again} of {found.swap.calls} layer calls store one input for each {storage.segment_calls} of "
+        f"them, and run again in the backward, attention included ({format_seconds(again_seconds)})."
+    )
+    return " ".join(filter(None, (limit + over, _waits(found.time))))
+
+
 def _alpha_limit(found: Candidate, more: Candidate | None, alpha: float, budget: Budget) -> str:
     if not found.swap.swapped_calls:
         return "The last two layer calls stay on the device, and there are no others."

@@ -33,10 +33,11 @@ from lightning_memo.planner.explain_plan import (
     memory_limits,
     plain_reason,
     price_reason,
+    segments_reason,
 )
-from lightning_memo.planner.step_time import step_time, streamed_step_time
+from lightning_memo.planner.step_time import seconds_again, step_time, streamed_step_time
 from lightning_memo.planner.storage_planner import StorageError, plan_storage
-from lightning_memo.planner.streamed_bytes import StreamedBytes
+from lightning_memo.planner.streamed_bytes import StreamedBytes, with_longest_segments
 from lightning_memo.planner.token_slices import (
     plan_of_alpha,
     plan_of_plain_training,
@@ -90,6 +91,14 @@ class Restrictions:
 
     stream_from_host: StreamFromHost = "none"
     """Tensors that live on the host, see `lightning_memo.artifacts.plan.SwapPlan`."""
+
+    may_run_again: bool = False
+    """Whether layer calls may run again in the backward, attention included, if the host cannot hold what all of them
+    store with alpha 0. Hidden states have to be on the host."""
+
+    segment_calls: int | None = None
+    """Size of the segments that other processes run again, see `lightning_memo.artifacts.plan.StoragePlan`; alpha is 0
+    then."""
 
     kinds: StorageCosts | None = None
     """Costs of each kind of tensor, if each may have places of its own; alpha is "auto" then."""
@@ -291,7 +300,7 @@ class _Search:
         if isinstance(sizes, StreamedBytes):
             memory, time = (
                 sizes.memory,
-                streamed_step_time(costs, sizes.slices, restrictions.stream_from_host == "model"),
+                streamed_step_time(costs, sizes.slices, restrictions.stream_from_host == "model", storage.calls_again),
             )
         else:
             memory, time = sizes, step_time(costs, storage, spread=self._restrictions.kinds is None)
@@ -378,6 +387,8 @@ class _Fractions(_Search):
 
     def _within(self, budget: Budget) -> Candidate:
         limits = self._restrictions
+        if limits.segment_calls is not None:
+            return self._in_segments(self._at(0.0, budget), budget)
         if limits.alpha != "auto":
             return self._given(min(float(limits.alpha), limits.most_alpha), budget)
         unit, tokens = math.lcm(tile_of(self._costs.tokens), limits.multiple), self._costs.tokens
@@ -393,7 +404,7 @@ class _Fractions(_Search):
             return known[part]
 
         if judged(0).over.keys() - {"device memory"}:  # larger fractions need more
-            raise HostMemoryError(0.0, judged(0).swap.memory, budget)
+            return self._in_segments(judged(0), budget)
         most = bisect_right(range(parts + 1), limits.most_alpha, key=alpha_of) - 1
         step = max(-(-most // _FRACTIONS), 1)
         tried: Iterable[int] = (*range(0, most, step), most)
@@ -407,8 +418,32 @@ class _Fractions(_Search):
         more = judged(chosen + 1) if chosen < most else None
         return replace(found, reason=alpha_reason(found, more, alpha, budget))
 
+    def _in_segments(self, found: Candidate, budget: Budget) -> Candidate:
+        """The plan for alpha 0 whose layer calls run again in segments, because the host cannot hold all of them.
+
+        Raises:
+            HostMemoryError: It cannot hold those of segments either, or layers cannot run again.
+        """
+
+        def fits(storage: StoragePlan) -> bool:
+            return "host memory" not in self._judge(storage, budget).over
+
+        plan, given = found.swap.storage, self._restrictions.segment_calls
+        if given is not None:
+            plan = replace(plan, segment_calls=given)
+            if not fits(plan):
+                raise HostMemoryError(0.0, self._judge(plan, budget).swap.memory, budget)
+        elif self._restrictions.may_run_again:
+            plan = with_longest_segments(plan, fits) or plan
+        if not plan.calls_again:
+            raise HostMemoryError(0.0, found.swap.memory, budget)
+        found = self._judge(plan, budget)
+        return replace(found, reason=segments_reason(found, seconds_again(self._costs, plan.calls_again), budget))
+
     def _given(self, alpha: float, budget: Budget) -> Candidate:
         found = self._at(alpha, budget)
+        if alpha == 0.0 and "host memory" in found.over and self._restrictions.may_run_again:
+            return self._in_segments(found, budget)
         if found.over.keys() - {"device memory"}:
             smaller = 'set a smaller alpha or alpha="auto", ' if alpha else ""
             if self._is_mixed(alpha) and budget.disk_bytes:

@@ -144,21 +144,30 @@ def recompute_seconds(call: CallCosts, plan: CallPlan, tokens: int) -> float:
     return (again + call.elementwise_seconds * (tokens - whole)) / tokens + dropped
 
 
-def streamed_step_time(costs: StorageCosts, slices: Sequence[SliceBytes], by_slice: bool) -> StepTime:
+def streamed_step_time(
+    costs: StorageCosts, slices: Sequence[SliceBytes], by_slice: bool, calls_again: int = 0
+) -> StepTime:
     """Return the expected time of a step each of whose slices swaps by itself.
 
     Args:
         costs: Bytes and seconds of each class of layer calls.
         slices: The slices of a layer call.
         by_slice: Whether all layers run on one slice before the next.
+        calls_again: Number of layer calls, the first ones, whose forward runs again in the backward.
     """
-    total = StepTime(costs.outside_seconds)
-    for call, count in zip(costs.classes, costs.class_calls, strict=True):
+    total, again = StepTime(costs.outside_seconds), Counter(costs.call_classes[:calls_again])
+    for number, (call, count) in enumerate(zip(costs.classes, costs.class_calls, strict=True)):
         work = slice_work(costs, call, slices)
         forward, back = layer_seconds(work, by_slice)
-        total.add(sum(part.forward_seconds for part in work), {"offload bandwidth": forward}, count)
+        computing = sum(part.forward_seconds for part in work)
+        total.add(computing, {"offload bandwidth": forward}, count + again[number])
         total.add(sum(part.backward_seconds for part in work), {"prefetch bandwidth": back}, count)
     return total
+
+
+def seconds_again(costs: StorageCosts, calls_again: int) -> float:
+    """Return the seconds of the forwards of the first `calls_again` layer calls."""
+    return sum(costs.classes[number].forward_seconds for number in costs.call_classes[:calls_again])
 
 
 @dataclass(frozen=True, slots=True)

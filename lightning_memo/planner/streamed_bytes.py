@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
-from lightning_memo.artifacts.plan import PlanMemory, StreamFromHost
+from lightning_memo.artifacts.plan import PlanMemory, StoragePlan, StreamFromHost
 from lightning_memo.planner.token_slices import SavedBytes, TokenRange, aligned, slice_slot_bytes
 
 STATES: Final = 3
@@ -54,6 +54,7 @@ def streamed_bytes(
     gradient_bytes: int,
     block_tokens: int = BLOCK_TOKENS,
     shared: Sequence[SavedBytes] = (),
+    segments: Sequence[range] = (),
 ) -> StreamedBytes:
     """Memory of all slices of all layer calls, alignment included.
 
@@ -67,6 +68,8 @@ def streamed_bytes(
         block_tokens: Minimum number of tokens whose keys and values are fetched at once.
         shared: With "model", the arguments that layers receive in addition to their input, for as many tokens as in
             the first call.
+        segments: The segments of the layer calls, of which one at a time stores tensors; see
+            :class:`~lightning_memo.artifacts.plan.StoragePlan`. If empty, all calls are one.
     """
     distinct = {id(saved): (saved, tokens) for saved, tokens in calls}  # equal calls may share one list of tensors
     slots = {key: slice_slot_bytes(*call, slices) for key, call in distinct.items()}
@@ -76,14 +79,17 @@ def streamed_bytes(
     gradients = outside = states = 0
     if stream_from_host in ("hidden", "model"):
         block, buffers, gradients = block + gradient_bytes * largest, 3, gradient_bytes * slices[-1].stop
-        states = STATES * max(_per_token(*call, "input") for call in distinct.values()) * slices[-1].stop
+        waiting = max(len(segments) - 1, 0)  # inputs of segments that run again
+        states = (STATES + waiting) * max(_per_token(*call, "input") for call in distinct.values()) * slices[-1].stop
     if stream_from_host == "model":
         output = [item for item in calls[-1][0] if item.kind == "input"]
         gradients, states = gradients * len(calls), 0
         outside = sum(slice_slot_bytes([*output, *shared], calls[-1][1], slices))
+    of_calls = [totals[id(saved)] for saved, _ in calls]
+    stored = max(sum(of_calls[n] for n in part) for part in segments or [range(len(calls))])
     memory = PlanMemory(
         slot=max(max(sizes) for sizes in slots.values()),
-        host=sum(totals[id(saved)] for saved, _ in calls) + outside + gradients + states,
+        host=stored + outside + gradients + states,
         gradients=gradients,
         states=states,
         staging=buffers * aligned(block),
@@ -115,3 +121,17 @@ def blocks_of(slices: Sequence[TokenRange], least_tokens: int) -> list[range]:
             blocks.append(range(first, n + 1))
             first, tokens = n + 1, 0
     return blocks
+
+
+def with_longest_segments(plan: StoragePlan, fits: Callable[[StoragePlan], bool]) -> StoragePlan | None:
+    """Return a plan with the longest segments that fit, so that as few layer calls as possible run again.
+
+    Args:
+        plan: The plan whose tensors are stored within a segment.
+        fits: Whether a plan fits the host.
+
+    Returns:
+        The plan; None if it fits with no segments.
+    """
+    sizes = range(len(plan.call_classes) - 1, 0, -1)
+    return next(filter(fits, (replace(plan, segment_calls=size) for size in sizes)), None)

@@ -13,7 +13,7 @@ from lightning_memo.artifacts.costs import Budget, CallCosts, LayerCosts, Storag
 from lightning_memo.artifacts.plan import Fingerprint, Plan, PlanMemory, StoragePlan
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
-from lightning_memo.engine.bootstrap_plan import streamed_bytes_of_calls
+from lightning_memo.engine.bootstrap_plan import may_run_again, streamed_bytes_of_calls
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.parallel.ranks import Ranks, agree_on_plan
 from lightning_memo.planner import Restrictions, make_plan
@@ -102,9 +102,10 @@ def plan_by_alpha(
     """
     settings, classes, cutter = engine.settings, engine.layer_classes, engine.cutter
     calls, slice_tokens = step.profile.saved_by_calls, settings.slice_tokens
+    fixed = None if everyone else engine.segment_calls  # other processes gather weights for them, too
 
-    def solve(alpha: float | None, may_be_plain: bool) -> Plan:
-        """The plan of this process for an alpha; `None` is the user's."""
+    def solve(alpha: float | None, may_be_plain: bool, segment_calls: int | None) -> Plan:
+        """The plan of this process for an alpha and a size of segments; `None` is the user's, and the longest."""
         assert engine.swap is not None
         stream = engine.swap.stream_from_host
         if why := classes.unsliceable:
@@ -112,7 +113,8 @@ def plan_by_alpha(
 
         def memory_of(plan: StoragePlan) -> PlanMemory | StreamedBytes:
             if stream != "none":
-                return streamed_bytes_of_calls(engine, calls, cutter.slices(plan, plan.tokens), stream)
+                slices = cutter.slices(plan, plan.tokens)
+                return streamed_bytes_of_calls(engine, calls, slices, stream, plan.segments)
             joint, leaving = classes.joint_attention, step.costs.swapped_calls
             return memory_of_plan(plan, calls, leaving, joint_attention=joint, multiple=cutter.multiple)
 
@@ -126,10 +128,14 @@ def plan_by_alpha(
             # If the profiled step was cut into slices, the memory of a step without slices is not known.
             may_be_plain=may_be_plain and step.profile.slice_tokens == step.profile.tokens,
             stream_from_host=stream,
+            may_run_again=everyone and may_run_again(stream, step.costs.in_flight),
+            segment_calls=segment_calls or fixed,
         )
         return make_plan(step.costs, step.budget, step.label, restrictions, memory_of)
 
-    return agree_on_plan(solve, ranks, everyone)
+    plan = agree_on_plan(solve, ranks, everyone)
+    engine.segment_calls = plan.swap.storage.segment_calls
+    return plan
 
 
 def plan_by_kind(

@@ -405,6 +405,18 @@ class ModelShape:
         """
         return 2.0 * tokens * sum(part.multiplied_again * part.layers for part in self.runs)
 
+    def forward_flops(self, tokens: int, with_attention: bool = True) -> float:
+        """FLOPs of the forward of all layers.
+
+        Args:
+            tokens: Length of the sequence.
+            with_attention: Whether those of attention count.
+        """
+        return sum(
+            part.layers * (2.0 * tokens * part.multiplied_in_a_layer + part.attention_flops(tokens) * with_attention)
+            for part in self.runs
+        )
+
     def attention_flops(self, tokens: int) -> float:
         """FLOPs of the forward of one layer's attention: two products of `s^2 / 2` pairs, or `2 h s^2`.
 

@@ -203,6 +203,7 @@ class EngineUnderTest:
         script: tuple[TokenRange, ...] | None = None,
         disk_calls: int = 0,
         tokens: int | None = None,
+        segment_calls: int | None = None,
     ) -> tuple[int, ...]:
         """Plan for the profiled batch; returns the bytes of slot that each layer call is predicted to fill.
 
@@ -215,7 +216,7 @@ class EngineUnderTest:
             longest = None if engine.layer_classes.unsliceable else slice_tokens or self.slice_tokens
             script = slices_at(tokens or profile.tokens, alpha, longest)
         if self.stream_from_host != "none":
-            return self._load_streamed(profile, alpha, script)
+            return self._load_streamed(profile, alpha, script, segment_calls)
         joint = engine.layer_classes.joint_attention
         predicted = tuple(
             stored_bytes(c.saved, profile.tokens, script, *MOVED, joint_attention=joint) for c in profile.in_order()
@@ -227,12 +228,17 @@ class EngineUnderTest:
         engine.load(plan, profile.batch * profile.tokens)
         return predicted
 
-    def _load_streamed(self, profile: StepProfile, alpha: float, slices: tuple[TokenRange, ...]) -> tuple[int, ...]:
+    def _load_streamed(
+        self, profile: StepProfile, alpha: float, slices: tuple[TokenRange, ...], segment_calls: int | None
+    ) -> tuple[int, ...]:
         """Do the same as `load`, and return the bytes of all slices of each layer call."""
         engine = self.engine
-        sizes = streamed_bytes_of_calls(engine, profile.saved_by_calls, slices, self.stream_from_host)
+        storage = plan_of_alpha(slices[-1].stop, alpha, len(profile.calls), slice_tokens=self.slice_tokens)
+        storage = replace(storage, segment_calls=segment_calls)
+        calls = profile.saved_by_calls
+        sizes = streamed_bytes_of_calls(engine, calls, slices, self.stream_from_host, storage.segments)
         plan = SwapPlan(
-            storage=plan_of_alpha(slices[-1].stop, alpha, len(profile.calls), slice_tokens=self.slice_tokens),
+            storage=storage,
             memory=sizes.memory,
             stream_from_host=self.stream_from_host,
         )

@@ -217,6 +217,11 @@ class OffloadedTensor(Tensor):
         self.at_once, self.memory = at_once, memory
 
     @property
+    def source(self) -> object:
+        """Identifies the rows, which aliases share."""
+        return self._source
+
+    @property
     def is_real(self) -> bool:
         """Whether there is a real tensor, into which others may write."""
         return self._source.real is not None
@@ -391,6 +396,15 @@ class TensorBuilder:
         if self._missing:
             raise RuntimeError(f"{self._missing} rows of a tensor {list(self._shape)} were never written")
         return self._tensor
+
+
+def on_host(t: Tensor, memory: SlotMemory) -> Tensor:
+    """Return a tensor without autograd history whose rows are on the host, or computed when they are read."""
+    if isinstance(t, OffloadedTensor) and not t.is_real:
+        return t.detach()
+    builder = TensorBuilder(t.shape, t.dtype, t.device, t.shape[:-1].numel(), memory)
+    builder.write_rows(0, real(t.detach()))
+    return builder.take()
 
 
 def read_parts(t: Tensor, dim: int, bounds: Iterable[tuple[int, int]]) -> Iterator[Tensor]:

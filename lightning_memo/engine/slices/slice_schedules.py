@@ -35,8 +35,8 @@ from lightning_memo.kernels.attention_kernel import detached, gradient_of_sinks,
 
 def run_layer_schedule(run: LayerRun, x: Tensor) -> Any:
     """Run a layer slice after slice, and return what the layer returns."""
-    token, sides = _run_forward(run, x)
-    return _with_sides(_EndLayer.apply(run, token), sides, run)
+    token, sides = run_forward(run, x)
+    return with_sides(_EndLayer.apply(run, token), sides, run)
 
 
 def run_last_layer(run: LayerRun, x: Tensor) -> tuple[Any, SliceOutput]:
@@ -44,14 +44,20 @@ def run_last_layer(run: LayerRun, x: Tensor) -> tuple[Any, SliceOutput]:
 
     The backward of the layer begins at the token in the returned `SliceOutput`.
     """
-    token, sides = _run_forward(run, x)
+    token, sides = run_forward(run, x)
     y = run.take_output().requires_grad_()
-    return _with_sides(y, sides, run), SliceOutput(run, token, y)
+    return with_sides(y, sides, run), SliceOutput(run, token, y)
+
+
+def run_without_backward(run: LayerRun, x: Tensor) -> Any:
+    """Run a layer slice after slice without gradients, and return what the layer returns."""
+    y, sides = forward_only(run, x)
+    return with_sides(y, sides, run)
 
 
 @torch.no_grad()
-def run_without_backward(run: LayerRun, x: Tensor) -> Any:
-    """Run a layer slice after slice without gradients, and return what the layer returns.
+def forward_only(run: LayerRun, x: Tensor) -> tuple[Tensor, list[ExtraOutputs]]:
+    """Run a layer slice after slice without gradients, and return its output and what else its slices return.
 
     Keys and values that later slices need are held until the end of the call.
     """
@@ -68,10 +74,11 @@ def run_without_backward(run: LayerRun, x: Tensor) -> Any:
     while parts:
         parts.pop().end_backward()
     run.attention.release()
-    return _with_sides(run.take_output(), sides, run)
+    return run.take_output(), sides
 
 
-def _run_forward(run: LayerRun, x: Tensor) -> tuple[Tensor, list[ExtraOutputs]]:
+def run_forward(run: LayerRun, x: Tensor) -> tuple[Tensor, list[ExtraOutputs]]:
+    """Run a layer slice after slice; return the scalar at which its backward begins, and what else slices return."""
     anchor = x if x.requires_grad else torch.zeros((), device=x.device, requires_grad=True)
     token, sides = _BeginLayer.apply(run, anchor), []
     for number, (token_range, x_part) in enumerate(zip(run.slices, run.states.inputs(x), strict=True)):
@@ -118,7 +125,7 @@ def run_nested(run: LayerRun, x: Tensor) -> Any:
     nest = _Nest(slices, x.split([part.tokens for part in run.slices], run.call.token_dim))
     nest.run(0)
     y = _Leave.apply(run, torch.cat(nest.outputs, run.call.token_dim), before)
-    return _with_sides(y, nest.sides, run)
+    return with_sides(y, nest.sides, run)
 
 
 class _Nest:
@@ -220,7 +227,7 @@ def _in_shares(lse: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
     return lse.flatten().split([of_token * length for length in lengths])
 
 
-def _with_sides(y: Tensor, sides: Sequence[ExtraOutputs], run: LayerRun) -> Any:
+def with_sides(y: Tensor, sides: Sequence[ExtraOutputs], run: LayerRun) -> Any:
     """Return the layer's return value, into which the side values of the slices are joined.
 
     Outputs that hooks have collected in the slices are joined, too.
