@@ -48,6 +48,20 @@ def test_gradients_are_those_of_layers_that_run_once(family: str, segment_calls:
             assert memory is not None and memory.stats.peak_host_bytes <= memory.host_bytes
 
 
+@pytest.mark.parametrize("segment_calls", [1, 3])
+def test_gradients_under_autocast(segment_calls: int) -> None:
+    """On a GPU, the backward runs in a thread of its own, and copies beside it."""
+    model, batch = build("llama_gqa"), make_batch(2, TOKENS)
+    with in_segments(model) as under_test:
+        under_test.profile_step(batch, amp=True)
+        under_test.load(0.0)
+        once = under_test.step(batch, amp=True)
+        under_test.load(0.0, segment_calls=segment_calls)
+        for _ in range(2):
+            assert_equal(under_test.step(batch, amp=True), once)
+            under_test.assert_as_planned()
+
+
 def test_host_memory_that_segments_need() -> None:
     """Each layer of the model stores as much; the first segment's input is computed from the token ids."""
     model, batch = llama(6), make_batch(2, TOKENS)
