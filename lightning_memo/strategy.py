@@ -30,6 +30,7 @@ from lightning_memo.parallel.pipeline.pipelined_model import micro_batch_rows
 from lightning_memo.parallel.processes import Processes
 from lightning_memo.parallel.ranks import explain_lost_process
 from lightning_memo.runtime.memory_planner import MemoryPlanner
+from lightning_memo.runtime.planned_slices import PlannedSlices, SlicesNeeded
 from lightning_memo.runtime.start_engine import check_machine, start_engine
 from lightning_memo.runtime.training_runtime import TrainingRuntime
 from lightning_memo.trials.longest_sequence import find_longest
@@ -299,8 +300,10 @@ class MemoStrategy(DistributedStrategy):
     def _start_runtime(self, trainer: pl.Trainer, model: nn.Module, engine: Engine) -> None:
         run = LightningRun(trainer)
         self._runtime = TrainingRuntime(engine, model, self.config, self._processes, run)
-        if self._processes is not None:
-            self._train_pipeline(self._processes, engine, self._runtime)
+        if (processes := self._processes) is not None:
+            slices = PlannedSlices(engine, self.config, processes.ranks, run, lambda: processes.may_begin_again)
+            engine.probe = slices.probe
+            self._train_pipeline(processes, engine, self._runtime)
         elif run.automatic_optimization:
             engine.before_layer = functools.partial(self._end_on_sigterm, trainer, self._runtime)
         self._callback = RuntimeCallback(self._runtime, lambda: self._resumed_plan)
@@ -382,7 +385,7 @@ class MemoStrategy(DistributedStrategy):
         step = super().training_step
         self._in_training_step = True
         try:
-            if self._processes is None or not self._processes.may_divide_layers:
+            if self._processes is None or not self._processes.may_begin_again:
                 return self._forward(functools.partial(step, *args, **kwargs))
             return self._first_forward(self._processes, step, *args, **kwargs)
         finally:
@@ -394,7 +397,7 @@ class MemoStrategy(DistributedStrategy):
     def _first_forward(
         self, processes: Processes, step: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run the first training step; once more, with a whole batch, if the model needs all tokens beside its layers.
+        """Run the first training step; once more, with a batch that is divided in another way, if that is necessary.
 
         What the user's training step does besides calling the model, it then does twice.
         """
@@ -402,15 +405,28 @@ class MemoStrategy(DistributedStrategy):
         try:
             output = self._forward(functools.partial(step, batch, *args, **kwargs))
         except AllTokensNeeded:
-            if (batch := processes.divide_layers()) is None:
+            if not processes.may_divide_layers:
                 raise
-            assert self.model is not None and self.engine is not None
-            forget_unfinished(self.model)
-            self.engine.unload()
-            state.restore()
-            return self._forward(functools.partial(step, batch, *args, **kwargs))
-        processes.keep_division()
-        return output
+            self._begin_again(state)
+            batch = processes.divide_layers()
+        except SlicesNeeded as needed:
+            assert self.engine is not None
+            self._begin_again(state)
+            self.engine.cut(needed.slice_tokens, needed.stream_from_host)
+            batch = processes.divide_slices()
+        else:
+            processes.keep_division()
+            return output
+        return self._forward(functools.partial(step, batch, *args, **kwargs))
+
+    def _begin_again(self, state: RngState) -> None:
+        """Return to the state before the first training step, none of whose layers has run on all its tokens."""
+        assert self.model is not None and self.engine is not None
+        forget_unfinished(self.model)
+        self.engine.unload()
+        if self._runtime is not None:
+            self._runtime.begin_again()
+        state.restore()
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

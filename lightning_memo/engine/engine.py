@@ -127,6 +127,7 @@ class Engine:
         on_mark: Callback for events of layer calls: receives the call number and a name such as "forward_begin".
         before_layer: Callback before each forward and backward of a layer. It may raise an exception to end the step.
         before_profile: Callback before a step that is going to be profiled.
+        probe: Finds the traits of the first layer of such a step, by a given function. It may raise to end the step.
         segment_calls: Size of the segments in which all processes run layers again; `None` if they run none again.
         ran_plainly: Whether layers ran as in plain training since this was set to `False`, because a batch was empty or
             too short, hooks of saved tensors were off or a user's, or a key-value cache was filled.
@@ -152,6 +153,7 @@ class Engine:
         self.on_mark: Callable[[int, str], None] | None = None
         self.before_layer: Callable[[], None] | None = None
         self.before_profile: Callable[[], None] = lambda: None
+        self.probe: Callable[[Callable[[], LayerTraits], LayerCall, Tensor], LayerTraits] = lambda find, *_: find()
         self.recorder = TimelineRecorder(device)
         self.cutter = SequenceCutter(self.sharing, self.settings)
         context = self.sharing.context
@@ -221,6 +223,8 @@ class Engine:
         settings = self.settings
         settings.slice_tokens, settings.stream_from_host, settings.by_kind = slice_tokens, stream_from_host, False
         self.layer_classes.forget()
+        self.cutter = SequenceCutter(self.sharing, settings)
+        self.attention.sliced = self.cutter.global_slices
         self.attach()
 
     def load(self, swap: SwapPlan, tokens: int, ahead_bytes: int = 0) -> None:
@@ -530,7 +534,8 @@ class Engine:
         self.layer_classes.forget()
         self.comparison.begin_profile()
         with self.attention.choosing():
-            traits = self.sharing.agreed(self.layer_classes.of(call, x), x.device)
+            find = lambda: self.sharing.agreed(self.layer_classes.of(call, x), x.device)  # noqa: E731
+            traits = self.probe(find, call, x)
         sliced = self.cutter.global_slices or self.sequence is not None
         streamed = self.settings.streamed(traits, call.tokens, sliced)
         slices = self.cutter.recomputed(call.tokens, self.settings.profiled_slice_tokens(traits))

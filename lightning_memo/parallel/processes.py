@@ -357,9 +357,14 @@ class Processes:
         return loader
 
     @property
+    def may_begin_again(self) -> bool:
+        """Whether the model has not been trained yet on parts of batches, which could be divided in another way."""
+        return self._given is not None
+
+    @property
     def may_divide_layers(self) -> bool:
-        """Whether the model has not been trained yet on parts of batches, and its layers could be divided instead."""
-        return self._given is not None and self._sharder.divides_layers and not self._sharder.why_layers
+        """Whether its layers could be divided instead."""
+        return self.may_begin_again and self._sharder.divides_layers and not self._sharder.why_layers
 
     def divide_layers(self) -> Any:
         """Divide the layers of the model from now on, because the rest needs all tokens.
@@ -371,6 +376,17 @@ class Processes:
             return None
         batch, self._given = self._given, None
         self._sharder = replace(self._sharder, why_layers="needs all tokens outside of what can be divided")
+        return self.shard_batch(batch, training=True)
+
+    def divide_slices(self) -> Any:
+        """Divide each slice of a batch from now on, as layers run in slices whose keys and values are on the host.
+
+        Returns:
+            This process's part of the last batch.
+        """
+        batch, self._given = self._given, None
+        if self.sizes.context > 1:
+            self._sharder = replace(self._sharder, global_slices=True, divides_layers=False)
         return self.shard_batch(batch, training=True)
 
     def keep_division(self) -> None:

@@ -256,9 +256,13 @@ def state_bytes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -
     An optimizer that has not stepped yet, because gradients are accumulated, has no state. It is assumed to keep two
     moments of every parameter, like Adam.
     """
-    weights = sum(map(_local_bytes, [*model.parameters(), *model.buffers()]))
     gradients = sum(_local_bytes(p) for p in model.parameters() if p.requires_grad)
-    return weights + gradients + sum(_optimizer_bytes(optimizer) for optimizer in optimizers)
+    return weight_bytes(model) + gradients + sum(_optimizer_bytes(optimizer) for optimizer in optimizers)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Return this process's bytes of parameters and buffers."""
+    return sum(map(_local_bytes, [*model.parameters(), *model.buffers()]))
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -116,6 +116,10 @@ class TrainingRuntime:
         if self._device is not None:
             self._device.begin_batch()
 
+    def begin_again(self) -> None:
+        """Forget what was measured of a batch, whose forward is going to run again."""
+        self._planner.restart()
+
     def _before_profile(self) -> None:
         if self.memory is not None:
             self.memory.release()

@@ -42,6 +42,7 @@ class AttentionSelector:
         seconds_of: Times a trial; `None` uses the device's clock.
 
     Attributes:
+        sliced: Whether each slice is divided over these processes.
         chosen: Name of the kernel; `None` until one has been chosen.
         trials: Results of the trials.
         block_tokens: Number of tokens of a block in streamed attention.
@@ -57,7 +58,7 @@ class AttentionSelector:
     ) -> None:
         self._requested = requested
         self._context = context
-        self._sliced = sliced
+        self.sliced = sliced
         self._ranks = ranks or Ranks()
         self._seconds_of = seconds_of
         self._is_choosing = False
@@ -103,7 +104,7 @@ class AttentionSelector:
             self._is_choosing = False
             self._choose(q, k, v, spec)
         if self._context is not None:
-            sliced = self._sliced and self._select(q, k, v, spec).blocks
+            sliced = self.sliced and self._select(q, k, v, spec).blocks
             return ContextAttention(self._context, self._select, sliced)
         return self._select(q, k, v, spec)
 
