@@ -251,6 +251,7 @@ class Engine:
             self._reader = open_reader(self.memory, swap)
         self.attention.use(swap.attention)
         self.swap = swap
+        self.segment_calls, self._agreed_on_segments = swap.storage.segment_calls, True
         self.limits.plan(tokens, swap.calls)
 
     def why_not(self, swap: SwapPlan) -> str:
@@ -288,13 +289,13 @@ class Engine:
     def agreed_segments(self, own: int | None) -> int | None:
         """Return the size of the segments in which all processes run layers again.
 
-        Later steps are not profiled by all of them, and all gather weights for layers that run again: the size stays.
+        All gather weights for layers that run again. If later steps are not profiled by all, the size stays.
 
         Args:
             own: The size with which a profiled step fits this process's host; `None` if no layer has to run again.
         """
         ranks = self.sharing.ranks
-        if ranks is None or not self._agreed_on_segments:
+        if not self._agreed_on_segments or ranks is None or ranks.all_together:
             self.segment_calls = own if ranks is None else smallest_segments(own, ranks.gather)
             self._agreed_on_segments = True
         return self.segment_calls

@@ -51,6 +51,13 @@ class Ranks:
     shares_experts: bool = False
     world: bool = False
 
+    @property
+    def all_together(self) -> bool:
+        """Whether all processes run the same slices, and so profile and plan later batches together as well."""
+        if not self.world:
+            return True
+        return self.slice_group is not None and dist.get_world_size(self.slice_group) == dist.get_world_size()
+
     def gather(self, value: T, everyone: bool = True) -> list[T]:
         """Gathers a picklable value from every rank that follows the same plan.
 

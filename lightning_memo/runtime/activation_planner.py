@@ -221,6 +221,8 @@ class ActivationPlanner(MetersSteps):
             smaller = self._solve(replace(step, budget=replace(step.budget, host_bytes=host_bytes)), everyone)
         except ValueError:  # alpha is given, for example: the next batch waits
             return plan.swap
+        if smaller.swap.storage.segment_calls != plan.swap.storage.segment_calls:  # all processes would have to change
+            return plan.swap
         batches = math.ceil(max(missing_bytes, 0) * seconds_per_byte / smaller.step_seconds)
         self._batches_until_locked = max(self._ranks.gather_slicing(batches, everyone))
         return replace(smaller.swap, attention=plan.swap.attention) if self._batches_until_locked else plan.swap

@@ -102,7 +102,7 @@ def plan_by_alpha(
     """
     settings, classes, cutter = engine.settings, engine.layer_classes, engine.cutter
     calls, slice_tokens = step.profile.saved_by_calls, settings.slice_tokens
-    fixed = None if everyone else engine.segment_calls  # other processes gather weights for them, too
+    free = everyone or ranks.all_together  # otherwise, other processes gather weights for layers that run again, too
 
     def solve(alpha: float | None, may_be_plain: bool, segment_calls: int | None) -> Plan:
         """The plan of this process for an alpha and a size of segments; `None` is the user's, and the longest."""
@@ -128,14 +128,12 @@ def plan_by_alpha(
             # If the profiled step was cut into slices, the memory of a step without slices is not known.
             may_be_plain=may_be_plain and step.profile.slice_tokens == step.profile.tokens,
             stream_from_host=stream,
-            may_run_again=everyone and may_run_again(stream, step.costs.in_flight),
-            segment_calls=segment_calls or fixed,
+            may_run_again=free and may_run_again(stream, step.costs.in_flight),
+            segment_calls=segment_calls or (None if free else engine.segment_calls),
         )
         return make_plan(step.costs, step.budget, step.label, restrictions, memory_of)
 
-    plan = agree_on_plan(solve, ranks, everyone)
-    engine.segment_calls = plan.swap.storage.segment_calls
-    return plan
+    return agree_on_plan(solve, ranks, everyone)
 
 
 def plan_by_kind(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from support.markers.slow import slow_if
 from support.parallel_training import Run, train_alone, train_together
 
@@ -43,3 +43,26 @@ def test_gradients_are_those_of_one_process(family: str, settings: dict[str, Any
     errors = small.worst_error(train_alone(run))
     assert all(errors[part] <= BOUND for part in ("loss", "norm", "gradients")), errors
     assert small.losses == ample.losses
+
+
+@pytest.mark.slow
+def test_longer_batches_that_processes_share_may_need_segments() -> None:
+    run = Run(family="llama_gqa", lengths=(24, 56, 40), batch=2, layers=6, steps=4)
+    settings = SETTINGS | {"context_parallel_size": 2, "zero_stage": 3}
+    ample = train_together(2, run, settings | {"alpha": 0}, after=plan_of)
+    limit = int(0.6 * max(ample.notes["host"]) * 2)
+    small = train_together(2, run, settings | {"host_memory": limit}, after=plan_of, watch=Plans)
+    assert [again > 0 for again in small.notes["of_batches"][0]] == [False, True, True, True]
+    assert small.notes["of_batches"][0] == small.notes["of_batches"][1]
+    errors = small.worst_error(train_alone(run))
+    assert all(errors[part] <= BOUND for part in ("loss", "norm", "gradients")), errors
+
+
+class Plans(Callback):
+    """Notes how many layer calls run again after each batch."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, Any] = {"of_batches": []}
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.notes["of_batches"].append(trainer.strategy.plan.swap.storage.calls_again)
