@@ -24,7 +24,9 @@ from lightning_memo.config import MemoConfig, refusing_gone
 from lightning_memo.distributed import DistributedStrategy
 from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.attention.mask_patterns import AllTokensNeeded
+from lightning_memo.engine.modules.packed_rows import attach_documents
 from lightning_memo.kernels import RngState
+from lightning_memo.parallel.batches.token_layout import CurrentLayout
 from lightning_memo.parallel.fsdp_units import forget_unfinished
 from lightning_memo.parallel.pipeline.pipelined_model import micro_batch_rows
 from lightning_memo.parallel.processes import Processes
@@ -193,6 +195,9 @@ class MemoStrategy(DistributedStrategy):
         self._copied_plan: Plan | None = None
         self._resumed_plan: str | None = None
 
+    resets_states: Final = True
+    """Whether states of recurrences begin anew in each document of a packed row, where they can."""
+
     def __getstate__(self) -> dict[str, Any]:
         # A copy of a Trainer, such as a pickled one, trains anew. The engine holds threads, locks and device memory.
         own = dict.fromkeys(("engine", "_runtime", "_callback", "_processes", "_sigterm"))
@@ -283,19 +288,24 @@ class MemoStrategy(DistributedStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
         if fitting:
             self._runtime = None  # that of an earlier fit has another plan
-        if fitting or (self._processes is not None and self._processes.cuts_tokens):
-            self._start_engine(trainer, self.model, fitting)
+        runs_layers = fitting or (self._processes is not None and self._processes.cuts_tokens)
+        if not (runs_layers and self._start_engine(trainer, self.model, fitting)):
+            layout = CurrentLayout() if self._processes is None else self._processes.current_layout
+            for undo in attach_documents(self.model, layout):  # which an engine does, too
+                self._divided.callback(undo)
 
-    def _start_engine(self, trainer: pl.Trainer, model: nn.Module, fitting: bool) -> None:
+    def _start_engine(self, trainer: pl.Trainer, model: nn.Module, fitting: bool) -> bool:
+        """Start the engine. Returns whether the model has layers for it."""
         try:
             self.engine = start_engine(model, self.config, self.root_device, self._processes, fitting, self._test_mode)
         except NoLayersError as error:
             if self.config.needs_layers:
                 raise
             rank_zero_info(f"lightning_memo: trains plainly, as without this strategy: {error.why}.")
-            return
+            return False
         if fitting:
             self._start_runtime(trainer, model, self.engine)
+        return True
 
     def _start_runtime(self, trainer: pl.Trainer, model: nn.Module, engine: Engine) -> None:
         run = LightningRun(trainer)

@@ -32,7 +32,7 @@ from lightning_memo.data.document_rows import (
 from lightning_memo.data.resumable_loader import ResumableLoader
 from lightning_memo.data.text_module import Loaded, SequenceDataModule, entropy
 from lightning_memo.data.tokenizer import Tokenizer, load_tokenizer
-from lightning_memo.parallel.batches.token_layout import find_mixed_documents
+from lightning_memo.parallel.batches.packed_documents import find_mixed_documents
 from lightning_memo.utils.units import read_fraction, read_whole_number
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,8 @@ class DocumentsDataModule(SequenceDataModule):
     def _check_packing(self) -> None:
         """Refuse a model to which packed rows are not several documents. The model exists when loaders are made."""
         if self._rows is PackedRows and self.trainer is not None and self.trainer.lightning_module is not None:
-            mixed = find_mixed_documents(self.trainer.lightning_module)
+            resets = getattr(self.trainer.strategy, "resets_states", False)
+            mixed = find_mixed_documents(self.trainer.lightning_module, resets_states=resets)
             if mixed is not None:
                 raise ValueError(
                     f"packing=True puts several documents into a row, and {mixed.why}, so that documents would see "

@@ -55,9 +55,10 @@ from lightning_memo.engine.modules.layer_forward import (
     why_reads_cache,
 )
 from lightning_memo.engine.modules.layer_probe import LayerTraits
+from lightning_memo.engine.modules.packed_rows import attach_documents
 from lightning_memo.engine.modules.slice_comparison import SliceComparison
 from lightning_memo.engine.modules.token_local_modules import attach_lazy_inputs, attach_rotary
-from lightning_memo.engine.recurrence import RecurrentStates, StateCall, handing
+from lightning_memo.engine.recurrence import RecurrentStates, RunningDocuments, StateCall, handing
 from lightning_memo.engine.saved_tensors.call_arguments import parkable
 from lightning_memo.engine.saved_tensors.offload_group import OffloadGroups
 from lightning_memo.engine.sliced_model.sliced_model import SlicedModel, find_causal_lm
@@ -92,7 +93,8 @@ def run_whole(
             start = handed.start(number, state_call, first=True)
             return handed.run(number, state_call, start, first=True, last=True)
 
-        with handing(call.layer, hand, functools.partial(handed.check, call.name)):
+        documents = RunningDocuments.of(call.documents, call.layout, 0)
+        with handing(call.layer, hand, functools.partial(handed.check, call.name), documents):
             output = call.run(x, TokenRange(0, call.tokens, KEPT))  # a cache would take the state
     handed.settle()
     return output
@@ -197,6 +199,7 @@ class Engine:
             self._undo += attach_fused(self.layers, self.device)
         self._undo += attach_attention(self._model, current)
         self._undo += attach_rotary(self._model, self.layers, current)
+        self._undo += attach_documents(self._model, current)
         if self.settings.states_on_host:
             self._undo += attach_lazy_inputs(self._model, longest)
         if self.settings.stream_from_host == "model":

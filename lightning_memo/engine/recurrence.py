@@ -12,17 +12,21 @@ order of sums differs, at most.
 
 Where processes share the tokens of a sequence, the slice before may be one of another process. The state is received
 from there, and its gradient is sent back. A recomputation has the state that was received, and receives nothing.
+
+Note: [States of packed documents]
+A call on a packed row is cut where documents start, and computed part after part, so that no kernel has to know
+documents. A part gets the state that the part before has reached, without the rows in which a document starts there.
+The first part continues the document that the slice before has begun, if it does not start one itself.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from types import ModuleType
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,52 +34,58 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_memo.parallel.batches.token_layout import has_whole_rows
+from lightning_memo.parallel.batches.token_layout import Documents, TokenLayout, has_whole_rows
 from lightning_memo.parallel.context_parallel import StateExchange, StateLink, StateShape
 from lightning_memo.utils.replaced_functions import replaced
+from lightning_memo.utils.state_functions import JOINED_FUNCTIONS, STATE_FUNCTIONS, functions_of
 
-_QKV = ("query", "key", "value", "g", "beta")
-_CHANNELS = ("hidden_states", "weight", "bias", "activation")
-_SCANNED = ("hidden_states", "dt", "A", "B", "C", "chunk_size")
-# Kernels that join several of these functions take no state. If they return None, mixers call the functions.
-_JOINED_FUNCTIONS = ("mamba2_split_conv1d_scan_combined",)
 # Kernels of other packages warn of fewer tokens than heads.
 _TRIED_TOKENS = 256
 _DOCUMENTS = ("seq_idx", "cu_seqlens")
 
 
 @dataclass(frozen=True, slots=True)
-class _StateFunction:
-    """A function that hands a state from token to token.
+class RunningDocuments:
+    """The documents of packed rows, and the place in them of the tokens that run.
 
     Attributes:
-        names: The names of its first arguments.
-        by_token: The arguments that hold one entry for each token. The first one is never left out.
-        like: The argument whose shape the result has.
-        token_dim: The dimension of tokens in these arguments.
-        start: The keyword for the state at the start; empty for a convolution, whose state is a part of its input.
-        end: The keyword by which the state at the end is asked for.
-        pairs: Whether the function returns a pair in any case.
+        starts: Positions in each row at which documents start.
+        first: Position of the first token that runs. The others follow it.
     """
 
-    names: tuple[str, ...]
-    by_token: tuple[str, ...]
-    like: str
-    token_dim: int
-    start: str = ""
-    end: str = ""
-    pairs: bool = False
+    starts: Documents
+    first: int = 0
 
+    @classmethod
+    def of(cls, documents: Documents | None, layout: TokenLayout | None, token: int) -> RunningDocuments | None:
+        """Return what a layer call on some tokens needs; `None` if rows are not packed.
 
-_DELTA_RULE = _StateFunction(_QKV, _QKV, "value", 1, "initial_state", "output_final_state", pairs=True)
-STATE_FUNCTIONS = {
-    "causal_conv1d_fn": _StateFunction(_CHANNELS, _CHANNELS[:1], "hidden_states", 2),
-    "torch_chunk_gated_delta_rule": _DELTA_RULE,
-    "chunk_kimi_delta_attention": _DELTA_RULE,
-    "mamba2_chunk_scan": _StateFunction(
-        _SCANNED, ("hidden_states", "dt", "B", "C"), "hidden_states", 1, "initial_states", "return_final_states"
-    ),
-}
+        Args:
+            documents: Positions in each row at which documents start; `None` if rows are not packed.
+            layout: The layout of the batch; `None` if this process holds all tokens in order.
+            token: The first of the tokens, among those of this process.
+        """
+        if documents is None:
+            return None
+        return cls(documents, token if layout is None else layout.position_of(token))
+
+    def cut(self, rows: int, tokens: int) -> list[tuple[int, int, list[bool]]]:
+        """Cut tokens where a document of any row starts.
+
+        Returns:
+            The first token and the end of each part, and for each row whether a document starts at the first token.
+
+        Raises:
+            ValueError: There are other rows than those of the batch.
+        """
+        if rows != len(self.starts):
+            raise ValueError(
+                f"a recurrence got {rows} rows, and the batch has {len(self.starts)} rows of packed documents, so that "
+                "it is not known where documents start: pass one document in each row"
+            )
+        here = [{n - self.first for n in row if 0 <= n - self.first < tokens} for row in self.starts]
+        bounds = sorted({0, tokens}.union(*here))
+        return [(start, stop, [start in row for row in here]) for start, stop in pairwise(bounds)]
 
 
 class StateCall:
@@ -86,15 +96,23 @@ class StateCall:
         function: The function.
         args: Positional arguments.
         kwargs: Keyword arguments.
+        documents: The documents of the rows; `None` if rows are not packed.
 
     Attributes:
         token_dim: The dimension of tokens in the arguments that hold them, and in the result.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        documents: RunningDocuments | None = None,
+    ) -> None:
         self.name = name
         self._rule, self._function = STATE_FUNCTIONS[name], function
-        self._args, self._kwargs = args, kwargs
+        self._args, self._kwargs, self._documents = args, kwargs, documents
         self.token_dim = self._rule.token_dim
 
     @property
@@ -125,13 +143,9 @@ class StateCall:
 
     def find_shape(self) -> StateShape:
         """Return the shape of the state at the end."""
-        few, names = min(_TRIED_TOKENS, self.like.shape[self.token_dim]), self._rule.names
-        cut = {name: self._argument(name).narrow(self.token_dim, 0, few) for name in self._rule.by_token}
-        args = tuple(cut.get(name, value) for name, value in zip(names, self._args, strict=False))
-        kwargs = {name: cut.get(name, value) for name, value in self._kwargs.items()}
-        tried = StateCall(self.name, self._function, (*args, *self._args[len(names) :]), kwargs)
+        few = min(_TRIED_TOKENS, self.like.shape[self.token_dim])
         with saved_tensors_hooks(lambda t: t, lambda t: t):  # nothing of it is stored
-            return StateShape.of(tried.run()[1])
+            return StateShape.of(self._part(self.by_token[0], 0, few).run()[1])
 
     def why_not(self) -> str:
         """Return why no state can be handed; empty if it can."""
@@ -158,10 +172,40 @@ class StateCall:
             The result, and the state at the end.
         """
         first = self.by_token[0] if first is None else first
+        if self._documents is not None:
+            return self._run_documents(first, state, self._documents)
         if not self._rule.start:
             return self._convolve(first, state)
         out, end = self._compute(first, {self._rule.start: state, self._rule.end: True})
         return out, end
+
+    def _run_documents(self, first: Tensor, state: Tensor | None, documents: RunningDocuments) -> tuple[Tensor, Tensor]:
+        """Compute the function part after part; see Note: [States of packed documents]."""
+        outs = []
+        for start, stop, begins in documents.cut(first.shape[0], first.shape[self.token_dim]):
+            if start and all(begins):
+                state = None
+            elif state is not None:
+                state = _without(state, begins)
+            out, state = self._part(first, start, stop - start).run(state)
+            outs.append(out)
+        assert state is not None
+        return torch.cat(outs, self.token_dim), state
+
+    def _part(self, first: Tensor, start: int, tokens: int) -> StateCall:
+        """Return the call on some of the tokens, as those of one document.
+
+        Args:
+            first: Takes the place of the first argument that holds tokens.
+            start: The first token.
+            tokens: Number of tokens.
+        """
+        names, (leading, *others) = self._rule.names, self._rule.by_token
+        whole = {leading: first} | {name: self._argument(name) for name in others}
+        part = {name: t.narrow(self.token_dim, start, tokens) for name, t in whole.items()}
+        args = tuple(part.get(name, value) for name, value in zip(names, self._args, strict=False))
+        kwargs = {name: part.get(name, value) for name, value in self._kwargs.items()}
+        return StateCall(self.name, self._function, (*args, *self._args[len(names) :]), kwargs)
 
     def returned(self, out: Tensor) -> Any:
         """Return what the function returns if it is not asked for a state."""
@@ -189,6 +233,15 @@ class StateCall:
         return self._args[place] if place < len(self._args) else self._kwargs[name]
 
 
+def _without(state: Tensor, begins: list[bool]) -> Tensor:
+    """Return a state with zeros in the rows that begin, which stays in the graph: a process may wait for a gradient."""
+    if not any(begins):
+        return state
+    everywhere = torch.ones((), dtype=torch.bool, device=state.device)
+    rows = zip(state.unbind(), begins, strict=True)
+    return torch.stack([row.masked_fill(everywhere, 0) if begin else row for row, begin in rows])
+
+
 @functools.cache
 def _parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(function).parameters)
@@ -200,22 +253,32 @@ StateHandler = Callable[[StateCall], Tensor]
 
 def may_hand_states(model: nn.Module) -> bool:
     """Return whether some module of a model may call a function that hands a state from token to token."""
-    return any(_functions_of(type(module)) for module in model.modules())
+    return any(functions_of(type(module)) for module in model.modules())
 
 
 @contextmanager
-def handing(layer: nn.Module, hand: StateHandler, refuse: Callable[[str], None]) -> Iterator[None]:
+def handing(
+    layer: nn.Module,
+    hand: StateHandler,
+    refuse: Callable[[str], None],
+    documents: RunningDocuments | None = None,
+) -> Iterator[None]:
     """Inside, calls of functions that hand a state from token to token go to `hand`.
 
     Args:
         layer: The layer that runs.
         hand: Answers the calls.
         refuse: Told why, if the layer calls a function in a way in which no state can be handed.
+        documents: The documents of the rows; `None` if rows are not packed.
+
+    Raises:
+        ValueError: Rows are packed, and no state can be handed.
     """
-    places = {(id(home), name): home for m in layer.modules() for home, name in _functions_of(type(m))}
+    places = {(id(home), name): home for m in layer.modules() for home, name in functions_of(type(m))}
     with ExitStack() as stack:
         for (_, name), home in places.items():
-            stack.enter_context(replaced(home, name, functools.partial(_answer, name, hand, refuse), chained=False))
+            answer = functools.partial(_answer, name, hand, refuse, documents)
+            stack.enter_context(replaced(home, name, answer, chained=False))
         yield
 
 
@@ -223,29 +286,33 @@ def _answer(
     name: str,
     hand: StateHandler,
     refuse: Callable[[str], None],
+    documents: RunningDocuments | None,
     function: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
     """Answer a call of a function in a module of transformers whose classes call it by name."""
     if has_whole_rows():
-        return function(*args, **kwargs)
-    if name in _JOINED_FUNCTIONS:
+        if documents is None:
+            return function(*args, **kwargs)
+        hand, documents = compute_alone, replace(documents, first=0)
+    if name in JOINED_FUNCTIONS:
         return None
-    call = StateCall(name, function, args, kwargs)
+    call = StateCall(name, function, args, kwargs, documents)
     if why := call.why_not():
+        if documents is not None:
+            raise ValueError(
+                f"rows hold several documents, and {why}, so that documents would see each other: pass one document in "
+                "each row"
+            )
         refuse(why)
         return function(*args, **kwargs)
     return call.returned(hand(call))
 
 
-@functools.cache
-def _functions_of(kind: type[nn.Module]) -> tuple[tuple[ModuleType, str], ...]:
-    """Return the functions that a class of transformers may call: the Python module, and the name in it."""
-    homes = [sys.modules[c.__module__] for c in kind.__mro__ if c.__module__.startswith("transformers.")]
-    return tuple(
-        (home, name) for home in homes for name in (*STATE_FUNCTIONS, *_JOINED_FUNCTIONS) if hasattr(home, name)
-    )
+def compute_alone(call: StateCall) -> Tensor:
+    """Compute a call whose rows begin and end here."""
+    return call.run()[0]
 
 
 class RecurrentStates:

@@ -25,6 +25,7 @@ from lightning_memo.parallel.batches.loss_arguments import (
     takes_loss_arguments,
     why_loss_unfit,
 )
+from lightning_memo.parallel.batches.packed_documents import has_axes, separate_documents
 from lightning_memo.parallel.batches.same_batches import (
     check_even,
     check_same_batch,
@@ -43,8 +44,6 @@ from lightning_memo.parallel.batches.split_loader import seeding_rank, split_ite
 from lightning_memo.parallel.batches.token_layout import (
     CurrentLayout,
     TokenLayout,
-    has_axes,
-    separate_documents,
     takes_attention_functions,
     why_positions_unknown,
 )

@@ -1,8 +1,13 @@
-"""Packed documents are refused for exactly those models in which one document changes the outputs of the next."""
+"""Packed documents are refused for exactly those models in which one document changes the outputs of the next.
+
+States of recurrences begin anew in each document where the engine can let them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +20,10 @@ from support.trainer_harness import make_trainer
 from torch import Tensor, nn
 
 from lightning_memo.data import DocumentsDataModule
+from lightning_memo.engine.modules.packed_rows import attach_documents
 from lightning_memo.models import CausalLM
-from lightning_memo.parallel.batches.token_layout import find_mixed_documents, separate_documents
+from lightning_memo.parallel.batches.packed_documents import find_mixed_documents, separate_documents
+from lightning_memo.parallel.batches.token_layout import CurrentLayout
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -43,6 +50,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"lru_width": 32, "attention_window_size": 8, "block_types": ["recurrent", "attention"]},
 }
 POSITIONS = torch.arange(8).repeat(2)[None]
+RESET = {"falcon_h1", "qwen3_next", "lfm2"}
+RECURRENT = RESET | {"mamba", "jamba", "minimax", "recurrent_gemma"}
 SEPARATE = {"llama", "gemma2", "qwen3_moe", "llama4_text", "gpt2"}
 if Version(transformers.__version__) >= Version("5.24"):  # its attention takes the positions since then
     SEPARATE.add("falcon")
@@ -66,18 +75,32 @@ def are_separate(model: nn.Module, **arguments: Any) -> bool:
     return torch.allclose(one, other, rtol=0, atol=1e-6)
 
 
+@contextlib.contextmanager
+def attached(model: nn.Module) -> Iterator[None]:
+    undo = attach_documents(model, CurrentLayout())
+    yield
+    for each in undo:
+        each()
+
+
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("family", MODELS)
 def test_models_are_refused_if_documents_see_each_other(family: str, use_cache: bool) -> None:
     model = model_of(family, use_cache).eval()
     separate = family in SEPARATE and not use_cache
+    resets = family in RESET and not use_cache
     assert are_separate(model) == separate
-    assert (find_mixed_documents(model) is None) == separate
-    if separate:
+    assert (find_mixed_documents(model, resets_states=False) is None) == separate
+    assert (find_mixed_documents(model) is None) == (separate or resets)
+    refused = pytest.raises(ValueError, match="position_ids tell that rows hold several documents, and ")
+    if separate or resets:
         assert separate_documents(model, {"position_ids": POSITIONS}, 2) == ((0, 8), (0, 8))
     else:
-        with pytest.raises(ValueError, match="position_ids tell that rows hold several documents, and "):
+        with refused:
             separate_documents(model, {"position_ids": POSITIONS}, 2)
+    with attached(model), refused if family in RECURRENT and not resets else contextlib.nullcontext():
+        assert are_separate(model) == (separate or resets)
+    assert are_separate(model) == separate
 
 
 def test_a_cache_by_configuration_or_by_call() -> None:
@@ -104,14 +127,14 @@ def test_recurrent_layers_of_pytorch_are_refused() -> None:
     assert mixed is not None and mixed.why.startswith("GRU passes information")
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_fit_refuses_packed_rows_only(packing: bool, tmp_path: Path, own_folder: None) -> None:
+@pytest.mark.parametrize(("strategy", "packing"), [("auto", True), ("auto", False), ("memo", True)])
+def test_fit_refuses_packed_rows_only(strategy: str, packing: bool, tmp_path: Path, own_folder: None) -> None:
     file = tmp_path / "documents.jsonl"
     file.write_text("".join(json.dumps({"text": "word " * n}) + "\n" for n in range(3, 30)))
     data = DocumentsDataModule(str(file), seq_len=32, packing=packing)
     sizes = SIZES | {"vocab_size": 257, "model_type": "lfm2"} | MODELS["lfm2"]
-    trainer = make_trainer("auto", max_steps=1, limit_val_batches=1)
-    if not packing:
+    trainer = make_trainer(strategy, max_steps=1, limit_val_batches=1)
+    if strategy == "memo" or not packing:
         trainer.fit(CausalLM({"config": sizes}), datamodule=data)
         assert trainer.global_step == 1
         return

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_memo.engine.forward.cut_tokens import cut, token_dim_of
 from lightning_memo.engine.forward.intercept import LayerMode
 from lightning_memo.engine.memory.offloaded_tensor import OffloadedTensor, real
-from lightning_memo.parallel.batches.token_layout import TokenLayout
+from lightning_memo.parallel.batches.token_layout import Documents, TokenLayout
 from lightning_memo.planner.token_slices import TokenRange
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.containers import entries_of, items_of
@@ -47,6 +47,7 @@ class LayerCall:
             same slice of all shards.
         layout: Where the tokens of the batch are; `None` if this process holds all of them in order.
         keyword: The keyword by which the layer got its input; empty if it is the first positional argument.
+        documents: Where documents start in each row, as far as states need it; `None` if rows are not packed.
     """
 
     layer: nn.Module
@@ -59,6 +60,7 @@ class LayerCall:
     shards: int = 1
     layout: TokenLayout | None = None
     keyword: str = ""
+    documents: Documents | None = None
 
     @property
     def name(self) -> str:

@@ -21,7 +21,7 @@ from lightning_memo.engine.layers.call_storage import CallStorage, StoragePolicy
 from lightning_memo.engine.memory.offloaded_tensor import TensorBuilder, read_parts
 from lightning_memo.engine.memory.slot_memory import SlotMemory
 from lightning_memo.engine.modules.layer_probe import LayerTraits
-from lightning_memo.engine.recurrence import RecurrentStates
+from lightning_memo.engine.recurrence import RecurrentStates, RunningDocuments
 from lightning_memo.engine.saved_tensors.call_arguments import CallArguments, ParkedCallArguments, SliceArguments
 from lightning_memo.engine.state.forward_state import BufferVersions, ForwardContext, ForwardState
 from lightning_memo.engine.state.held_state import HeldState
@@ -267,8 +267,12 @@ class LayerRun:
 
     @property
     def hands_states(self) -> bool:
-        """Whether recurrences get a state from elsewhere, or their state is needed elsewhere."""
-        return self.in_slices or self.handed.exchange is not None
+        """Whether recurrences get a state from elsewhere, or give it to others, or begin anew in each document."""
+        return self.in_slices or self.handed.exchange is not None or self.call.documents is not None
+
+    def documents_of(self, number: int) -> RunningDocuments | None:
+        """Return the documents of the rows for a slice of the sequence; `None` if rows are not packed."""
+        return RunningDocuments.of(self.call.documents, self.call.layout, self.attention.slices[number].start)
 
     @property
     def needs_mode(self) -> bool:

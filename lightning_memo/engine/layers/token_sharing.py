@@ -68,7 +68,8 @@ class TokenSharing:
         x, call = read_call(layer, forward, args, kwargs, self.shards, self.current_layout.layout)
         if self.divided:
             check_tokens(call.layout, call.tokens * self.shards)
-        return x, replace(call, forward=self.gathered.of(layer, forward))
+        forward = self.gathered.of(layer, forward)
+        return x, replace(call, forward=forward, documents=self.current_layout.documents)
 
     def divide_call(
         self, run: Callable[..., Any], layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any

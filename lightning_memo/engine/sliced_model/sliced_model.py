@@ -31,11 +31,11 @@ from lightning_memo.engine.slices.slice_schedules import LAYER_OUTPUTS
 from lightning_memo.engine.token_locality.fake_run import hooked_parameter
 from lightning_memo.kernels.attention_kernel import sums_dtype, to_device_async
 from lightning_memo.parallel.batches.loss_arguments import takes_loss_arguments, why_loss_unfit
+from lightning_memo.parallel.batches.packed_documents import separate_documents
 from lightning_memo.parallel.batches.token_layout import (
     TokenLayout,
     largest_position,
     right_padded_lengths,
-    separate_documents,
     why_positions_unknown,
 )
 from lightning_memo.parallel.fsdp_units import as_one_forward

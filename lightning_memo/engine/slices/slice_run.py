@@ -94,7 +94,8 @@ class SliceRun:
             stack.enter_context(saved_tensors_hooks(self.pack, self.unpack))
             stack.enter_context(handling(handler, run.call.layer, run.call.layout, run.check_whole))
             if run.hands_states:
-                stack.enter_context(handing(run.call.layer, self.hand, run.check_handed))
+                documents = run.documents_of(self.number)
+                stack.enter_context(handing(run.call.layer, self.hand, run.check_handed, documents))
             if run.needs_mode:
                 stack.enter_context(run.call.mode(self.range))
             stack.enter_context(run.arguments.casting())
@@ -440,7 +441,8 @@ class _Recomputation:
             stack.enter_context(saved_tensors_hooks(self._record, _refuse))
             stack.enter_context(handling(self._attend, run.call.layer, run.call.layout, run.check_whole))
             if run.hands_states:
-                stack.enter_context(handing(run.call.layer, self._hand, run.check_handed))
+                documents = run.documents_of(part.number)
+                stack.enter_context(handing(run.call.layer, self._hand, run.check_handed, documents))
             if run.needs_mode:
                 stack.enter_context(run.call.mode(part.range))
             stack.enter_context(run.arguments.casting())

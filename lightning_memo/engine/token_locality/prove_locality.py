@@ -40,7 +40,7 @@ from lightning_memo.engine.attention.mask_patterns import AllTokensNeeded
 from lightning_memo.engine.forward.collected_outputs import TokenPlace, split_output
 from lightning_memo.engine.forward.cut_tokens import token_dim_of
 from lightning_memo.engine.forward.layer_call import LayerCall
-from lightning_memo.engine.recurrence import STATE_FUNCTIONS, StateCall
+from lightning_memo.engine.recurrence import StateCall
 from lightning_memo.engine.state.users_code import is_of_a_library
 from lightning_memo.engine.token_locality.fake_run import (
     Place,
@@ -71,6 +71,7 @@ from lightning_memo.planner.token_slices import KEPT, TokenRange
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.containers import copied, entries_of, size_of
 from lightning_memo.utils.python_objects import package_of
+from lightning_memo.utils.state_functions import STATE_FUNCTIONS
 from lightning_memo.utils.user_errors import RefusedAtAnyLength
 
 _SHORT_TOKENS = 5

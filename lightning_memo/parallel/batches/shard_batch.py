@@ -30,12 +30,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_memo.parallel.batches.packed_documents import packed_documents
 from lightning_memo.parallel.batches.token_layout import (
     CurrentLayout,
     TokenLayout,
     largest_position,
     multiple,
-    packed_documents,
     right_padded_lengths,
 )
 from lightning_memo.utils.class_names import class_name

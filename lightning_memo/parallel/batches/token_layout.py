@@ -1,9 +1,4 @@
-"""Where the tokens of a batch are: positions, padding and packed documents, and which rank holds which of them.
-
-Note: [Documents that see each other]
-transformers' mask functions confine attention to documents if they are given positions, which restart at 0 in each
-document, and no key-value cache. Recurrent layers, convolutions over tokens and linear attention know documents only
-with some CUDA kernels, if at all.
+"""Where the tokens of a batch are: positions and padding, and which rank holds which of them.
 
 Every context-parallel rank uses two orders of its tokens. Attention uses the *layer order*: zigzag over ring ranks, so
 that causal work is even, then contiguous over all-to-all ranks. Long documents that are packed in a row are divided one
@@ -16,12 +11,10 @@ ranges, in the order of the ranks. All permutations are applied once, to the bat
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import inspect
 import math
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -31,21 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from lightning_memo.utils.class_names import class_name
-from lightning_memo.utils.find_layers import find_hugging_face
-
-_RECURRENT_TYPES = frozenset(
-    {
-        "linear_attention",
-        "conv",
-        "hybrid",
-        "hybrid_sliding",
-        "compressed_sparse_attention",
-        "heavily_compressed_attention",
-    }
-)
-"""Entries of `layer_types` in configurations of transformers."""
 
 
 def why_positions_unknown(model: nn.Module) -> str:
@@ -155,145 +133,6 @@ def first_and_count(valid: Tensor) -> tuple[Tensor, Tensor]:
     entries = valid.view(torch.uint8)  # sums of booleans take much longer
     runs = (valid[..., 1:] > valid[..., :-1]).view(torch.uint8).sum(-1, dtype=torch.int32) + entries[..., 0]
     return entries.argmax(-1), torch.where(runs == 1, entries.sum(-1, dtype=torch.int32), 0)
-
-
-def packed_documents(batch: Mapping[str, Any], rows: int) -> tuple[tuple[int, ...], ...] | None:
-    """Returns the positions at which packed documents start in each row; `None` if rows are not packed.
-
-    As in transformers, a document starts where position ids do not increase by one and the batch has no attention mask.
-
-    Args:
-        batch: Batch with `position_ids` `[rows or 1, tokens]`, if any. Those of several axes tell of documents if the
-            first of four axes has the positions in the text.
-        rows: Number of rows of the batch.
-    """
-    positions = batch.get("position_ids")
-    if positions is None or batch.get("attention_mask") is not None:
-        return None
-    if positions.ndim == 3:
-        if len(positions) != 4:
-            return None
-        positions = positions[0]
-    jumps = (positions.diff() != 1).cpu()
-    if not jumps.any():
-        return None
-    starts = tuple((0, *(row.nonzero()[:, 0] + 1).tolist()) for row in jumps)
-    return starts * (rows // len(starts))
-
-
-def separate_documents(
-    model: nn.Module, batch: Mapping[str, Any], rows: int, makes_cache: bool | None = None
-) -> tuple[tuple[int, ...], ...] | None:
-    """Return the positions at which packed documents start in each row; `None` if rows are not packed.
-
-    Args:
-        model: The model that gets the batch.
-        batch: Batch with `position_ids` `[rows or 1, tokens]`, if any.
-        rows: Number of rows of the batch.
-        makes_cache: Whether the model makes a key-value cache; `None` if its configuration decides.
-
-    Raises:
-        ValueError: Rows are packed, and plain training would let their documents see each other.
-    """
-    documents = packed_documents(batch, rows)
-    if documents is not None and batch["position_ids"].ndim == 2 and has_axes(model):
-        raise ValueError(
-            "position_ids tell that rows hold several documents, and positions of this model have several axes "
-            "(M-RoPE): give position_ids [4, batch, tokens], the positions in the text first, or pass one document in "
-            "each row"
-        )
-    mixed = None if documents is None else find_mixed_documents(model, makes_cache)
-    if mixed is not None:
-        raise ValueError(
-            f"position_ids tell that rows hold several documents, and {mixed.why}, so that documents would see each "
-            f"other: {mixed.what_to_do}pass one document in each row, or an attention_mask of ones to let them see "
-            "each other"
-        )
-    return documents
-
-
-@dataclass(frozen=True, slots=True)
-class MixedDocuments:
-    """Why the documents of a packed row see each other.
-
-    Attributes:
-        why: What the model does.
-        what_to_do: How to keep documents apart, followed by ", or "; empty if the model cannot.
-    """
-
-    why: str
-    what_to_do: str = ""
-
-
-def find_mixed_documents(model: nn.Module, makes_cache: bool | None = None) -> MixedDocuments | None:
-    """Return why the documents of a packed row see each other; `None` if they are kept apart.
-
-    See Note: [Documents that see each other].
-
-    Args:
-        model: The model.
-        makes_cache: Whether the model makes a key-value cache; `None` if its configuration decides.
-    """
-    caching = None
-    for module in model.modules():
-        name = class_name(module)
-        if _is_recurrent(module):
-            return MixedDocuments(f"{name} passes information from token to token outside attention")
-        masks, positions = _mask_calls(type(module)) if hasattr(module, "config") else (False, False)
-        if masks and not positions:
-            return MixedDocuments(f"{name} makes its attention masks without position_ids")
-        if masks and (getattr(module.config, "use_cache", False) if makes_cache is None else makes_cache):
-            caching = MixedDocuments(f"{name} makes a key-value cache", "set model.config.use_cache = False, or ")
-    return caching
-
-
-def has_axes(model: nn.Module) -> bool:
-    """Return whether positions of a model of transformers are those in time, height and width."""
-    configs = (host.config.get_text_config() for host in find_hugging_face(model))  # type: ignore[union-attr, operator]
-    return any("mrope_section" in (getattr(config, "rope_parameters", None) or ()) for config in configs)
-
-
-def _is_recurrent(module: nn.Module) -> bool:
-    types = getattr(getattr(module, "config", None), "layer_types", None) or ()
-    return (
-        bool(getattr(module, "_is_stateful", False))  # set by transformers' recurrent models
-        or not _RECURRENT_TYPES.isdisjoint(types)
-        or isinstance(module, nn.RNNBase)
-        or (isinstance(module, nn.Conv1d) and module.groups == module.in_channels and module.kernel_size[0] > 1)
-    )
-
-
-@functools.cache
-def _mask_calls(kind: type[nn.Module]) -> tuple[bool, bool]:
-    """Return whether a model of transformers calls functions for causal masks, and whether with `position_ids`.
-
-    The source is read because a run would need weights, which may be divided over processes or on the meta device.
-    """
-    try:
-        source = inspect.getsource(inspect.unwrap(kind.forward))
-    except (OSError, TypeError):
-        return False, False  # made at run time
-    nodes = list(ast.walk(ast.parse(textwrap.dedent(source))))
-    aliases = [node for node in nodes if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Call)]
-    names = {
-        target.id
-        for node in aliases
-        if _names_mask(node.value)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    masks = [call for call in calls if call.func.id in names or _names_mask(call.func)]  # type: ignore[attr-defined]
-    given: set[object] = {keyword.arg for call in masks for keyword in call.keywords}
-    for node in nodes:
-        if isinstance(node, ast.Dict):  # gathers the arguments of several masks
-            given |= {key.value for key in node.keys if isinstance(key, ast.Constant)}
-    return bool(masks), "position_ids" in given
-
-
-def _names_mask(node: ast.AST) -> bool:
-    """Return whether an expression names a function for causal masks."""
-    return any(isinstance(each, ast.Name) and each.id.endswith("causal_mask") for each in ast.walk(node))
 
 
 Documents = tuple[tuple[int, ...], ...]
@@ -457,6 +296,16 @@ class TokenLayout:
         chunks = ring_chunks(section, self.ring, self.ring_rank, self.documents, self.contiguous)
         return torch.cat([torch.arange(c.start, c.stop) for c in chunks]).chunk(self.ulysses)[self.ulysses_rank]
 
+    def position_of(self, token: int) -> int:
+        """Returns the position of a token of the layer order, where a rank holds contiguous ranges."""
+        parts = self.ring * self.ulysses
+        for section in self.sections:
+            own = len(section) // parts
+            if token < own:
+                return section.start + (self.ring_rank * self.ulysses + self.ulysses_rank) * own + token
+            token -= own
+        raise ValueError(f"token {token + self.local_tokens} of {self.local_tokens}")
+
     def fed_order(self) -> Tensor:
         """Returns the positions of this rank's tokens in the order of the model's input, int64 `[local_tokens]`.
 
@@ -546,6 +395,8 @@ class CurrentLayout:
             otherwise `None`.
         of_layers: Returns the layout of a layer call from its rows and tokens, if each call of a layer is divided by
             itself; `None` if the batch is divided. See Note: [Where tokens are divided].
+        documents: Where documents start in each row of the running forward, `None` if its rows are not packed. Known
+            for divided tokens, and where states have to begin anew in each document.
         is_whole: Whether the running forward is not divided, although others are.
         sharers: The processes that all get the last hidden states of whole rows in the running forward; `None` if no
             others do.
@@ -553,6 +404,7 @@ class CurrentLayout:
 
     def __init__(self) -> None:
         self._layout: TokenLayout | None = None
+        self._documents: Documents | None = None
         self.is_whole = False
         self.sharers: dist.ProcessGroup | None = None
         self.text_model: nn.Module | None = None
@@ -567,6 +419,19 @@ class CurrentLayout:
     @layout.setter
     def layout(self, layout: TokenLayout | None) -> None:
         self._layout = layout
+
+    @property
+    def documents(self) -> Documents | None:
+        return self._documents if self.layout is None else self.layout.documents
+
+    @contextlib.contextmanager
+    def of_documents(self, documents: Documents) -> Iterator[None]:
+        """Within this context, a forward that is not divided runs on packed rows."""
+        self._documents = documents
+        try:
+            yield
+        finally:
+            self._documents = None
 
     def clear(self) -> None:
         """Reset the layout when no batch is in use."""

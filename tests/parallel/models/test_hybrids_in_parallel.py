@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from support.architectures.hybrids import HYBRIDS, make_hybrid
+from support.architectures.hybrids import HYBRIDS, make_hybrid, make_separate
 from support.devices import skip_ring_on_cuda
 from support.parallel_training import LR, Run, Texts, train, train_alone, train_together
 from support.processes import ProcessError, run_in_processes
@@ -24,6 +26,7 @@ from lightning_memo import MemoStrategy
 from lightning_memo.parallel.context_parallel import StateExchange, StateLink
 
 MODELS = {config: functools.partial(make_hybrid, config) for config in HYBRIDS}
+PACKED = {config: functools.partial(make_hybrid, config, use_cache=False) for config in HYBRIDS}
 KINDS = ("Qwen3NextConfig", "BambaConfig", "FalconH1Config", "Lfm2Config", "NemotronHConfig")
 # AdamW makes whole steps of gradients that are zero but for rounding.
 PARTS = ("loss", "norm", "gradients")
@@ -89,8 +92,8 @@ def test_batches_of_other_lengths(config: str, configuration: str) -> None:
     check(configuration, run, alpha=0.5)
 
 
-def frozen(config: str, trained: str) -> nn.Module:
-    model = make_hybrid(config)
+def frozen(config: str, trained: str, make: Callable[..., nn.Module] = make_hybrid, **others: Any) -> nn.Module:
+    model = make(config, **others)
     for name, p in model.named_parameters():
         p.requires_grad_(trained in name)
     return model
@@ -173,11 +176,54 @@ def test_validation_with_a_cache_and_another_length(settings: dict[str, Any]) ->
     assert after != before
 
 
-def test_packed_documents_are_refused_in_one_line() -> None:
-    run = Run(family=MODELS["BambaConfig"], packed=True)
-    why = "BambaForCausalLM passes information from token to token outside attention, so that documents would see"
-    with pytest.raises(ProcessError, match=f"ValueError: .*{why}.*\n"):
-        run_in_processes(2, train, run, {"context_parallel_size": 2})
+PACKED_KINDS = ("Qwen3NextConfig", "BambaConfig", "Lfm2Config", "FalconH1Config")
+QUICK_PACKED = {("Qwen3NextConfig", "cp2 ring", "none")}
+OTHER_PACKED = zip(
+    itertools.product(PACKED_KINDS, WAYS), itertools.cycle(("none", "hidden", "attention")), strict=False
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize(
+    ("config", "configuration", "stream_from_host"),
+    sorted(QUICK_PACKED.union((*case, backed) for case, backed in OTHER_PACKED)),
+)
+def test_packed_documents(config: str, configuration: str, stream_from_host: str, uneven: bool) -> None:
+    """Documents start in the ranges of both processes, and go on in the next one."""
+    run = Run(family=PACKED[config], tokens=61, packed=True, uneven=uneven, steps=2)
+    size, settings = CONFIGURATIONS[configuration]
+    skip_ring_on_cuda(settings)
+    settings = settings | {"alpha": 0.5, "slice_tokens": 7, "stream_from_host": stream_from_host}
+    alone = train_alone(replace(run, family=functools.partial(make_separate, config)))
+    errors = train_together(size, run, settings).worst_error(alone)
+    assert all(errors[part] <= BOUND for part in PARTS), errors
+
+
+def in_halves(index: int, row: dict[str, Tensor]) -> dict[str, Tensor]:
+    return row | {"position_ids": torch.arange(24).repeat(2)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trained", ["A_log", "conv1d"])
+def test_a_process_whose_first_token_starts_a_document_returns_a_gradient(trained: str) -> None:
+    """The process before waits for it, also where it is zero. Inputs have no gradient."""
+    run = Run(family=functools.partial(frozen, "BambaConfig", trained, use_cache=False), change=in_halves, steps=2)
+    alone = replace(run, family=functools.partial(frozen, "BambaConfig", trained, make=make_separate))
+    errors = train_together(2, run, {"context_parallel_size": 2, "alpha": 0.5}).worst_error(train_alone(alone))
+    assert all(errors[part] <= BOUND for part in PARTS), errors
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        (MODELS["BambaConfig"], r"BambaModel makes a key-value cache.*: set model\.config\.use_cache = False, or "),
+        (PACKED["GraniteMoeHybridConfig"], "GraniteMoeHybridModel makes its attention masks without position_ids"),
+    ],
+)
+def test_packed_documents_that_see_each_other_are_refused_in_one_line(family: Any, why: str) -> None:
+    with pytest.raises(ProcessError, match=f"ValueError: position_ids tell .*{why}.*\n"):
+        run_in_processes(2, train, Run(family=family, packed=True), {"context_parallel_size": 2})
 
 
 @pytest.mark.slow

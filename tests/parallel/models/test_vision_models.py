@@ -23,8 +23,8 @@ from support.markers.slow import slow_if
 from support.processes import run_in_processes
 from torch import nn
 
+from lightning_memo.parallel.batches.packed_documents import separate_documents
 from lightning_memo.parallel.batches.shard_batch import BatchSharder
-from lightning_memo.parallel.batches.token_layout import separate_documents
 
 MODELS = ("qwen2_5_vl", "qwen3_vl", "gemma3")
 # Tokens, images of each row, and padding.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutput
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -53,3 +55,25 @@ def make_hybrid(config: str, **others: Any) -> nn.Module:
             elif p.dim() == 1:
                 p.add_(0.1 * torch.randn_like(p))
     return model.train()  # type: ignore[no-any-return]
+
+
+def make_separate(config: str, **others: Any) -> nn.Module:
+    """Return the same model, which gets packed rows, and computes the logits of each document by itself."""
+    model = make_hybrid(config, **others)
+
+    class Separate(type(model)):  # type: ignore[misc]
+        def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, **kwargs: Any) -> Any:
+            rows = zip(input_ids, position_ids, strict=True)
+            logits = torch.stack([torch.cat([self._alone(ids) for ids in _documents(*row)], 1)[0] for row in rows])
+            return CausalLMOutput(self.loss_function(logits, labels, self.config.get_text_config().vocab_size), logits)
+
+        def _alone(self, ids: Tensor) -> Tensor:
+            return super().forward(input_ids=ids[None]).logits
+
+    model.__class__ = Separate
+    return model
+
+
+def _documents(ids: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    starts = [*(positions == 0).nonzero()[:, 0].tolist(), len(ids)]
+    return ids.split([stop - start for start, stop in pairwise(starts)])
