@@ -54,14 +54,15 @@ class _PackedRows:
         current = self._current
         # The engine tells recurrences where documents start. Most kernels could not be told.
         rest = {name: value for name, value in kwargs.items() if name not in DOCUMENT_ARGUMENTS}
-        known = current.layout is not None or current.of_layers is not None or has_whole_rows()
-        if known or current.documents is not None:
+        if current.layout is not None or current.of_layers is not None or has_whole_rows():
             return forward(*args, **rest)
         given = dict(zip(inspect.signature(forward).parameters, args, strict=False)) | kwargs
         tokens = next((t for name in ("input_ids", "inputs_embeds") if (t := given.get(name)) is not None), None)
         if not isinstance(tokens, Tensor) or given_cache(given) is not None:  # which generates text
             return forward(*args, **kwargs)
-        documents = separate_documents(model, given, tokens.shape[0], given.get("use_cache"))
+        if current.documents is not None and len(current.documents) == len(tokens):  # a pipeline runs some of the rows
+            return forward(*args, **rest)
+        documents = separate_documents(model, given, len(tokens), given.get("use_cache"))
         if documents is None:
             return forward(*args, **rest)
         running = RunningDocuments(documents)

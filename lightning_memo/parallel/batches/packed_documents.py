@@ -14,7 +14,7 @@ import functools
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lightning_memo.parallel.batches.token_layout import Documents
 from lightning_memo.utils.class_names import class_name
-from lightning_memo.utils.find_layers import find_hugging_face
+from lightning_memo.utils.find_layers import NoLayersError, find_hugging_face, find_stacks, find_text_model
 from lightning_memo.utils.state_functions import JOINED_FUNCTIONS, STATE_FUNCTIONS
 
 DOCUMENT_ARGUMENTS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -88,7 +88,7 @@ def separate_documents(
     documents = packed_documents(batch, rows)
     if any(batch.get(name) is not None for name in DOCUMENT_ARGUMENTS) and has_recurrences(model):
         _check_document_arguments(batch, rows, documents)
-    if documents is not None and batch["position_ids"].ndim == 2 and has_axes(model):
+    if documents is not None and batch["position_ids"].ndim == 2 and has_axes(model) and not _keeps_axis(model):
         raise ValueError(
             "position_ids tell that rows hold several documents, and positions of this model have several axes "
             "(M-RoPE): give position_ids [4, batch, tokens], the positions in the text first, or pass one document in "
@@ -152,14 +152,15 @@ def find_mixed_documents(
         makes_cache: Whether the model makes a key-value cache; `None` if its configuration decides.
         resets_states: Whether states of recurrences begin anew in each document where they can.
     """
-    mixing = next(_recurrences(model, resets_states), None)
+    modules = _beside_towers(model)
+    mixing = next(_recurrences(modules, resets_states), None)
     if mixing is not None:
         return MixedDocuments(f"{class_name(mixing)} passes information from token to token outside attention")
-    caching = None
-    for module in model.modules():
+    caching, without_masks = None, _without_masks(model)
+    for module in modules:
         name = class_name(module)
         masks, positions = _mask_calls(type(module)) if hasattr(module, "config") else (False, False)
-        if masks and not positions:
+        if (masks and not positions) or module in without_masks:
             return MixedDocuments(f"{name} makes its attention masks without position_ids")
         if masks and (getattr(module.config, "use_cache", False) if makes_cache is None else makes_cache):
             caching = MixedDocuments(f"{name} makes a key-value cache", "set model.config.use_cache = False, or ")
@@ -167,8 +168,13 @@ def find_mixed_documents(
 
 
 def has_recurrences(model: nn.Module) -> bool:
-    """Return whether a model has recurrences, or convolutions over tokens."""
-    return next(_recurrences(model, resets_states=False), None) is not None
+    """Return whether the layers of a model have recurrences, or convolutions over tokens."""
+    try:
+        layers = find_stacks(model)[0].layers
+    except NoLayersError:
+        layers = [model]
+    stateful = getattr(model, "_is_stateful", False)  # set by transformers' recurrent models
+    return bool(stateful) or any(next(_recurrences(list(layer.modules()), False), None) for layer in layers)
 
 
 def has_axes(model: nn.Module) -> bool:
@@ -177,16 +183,38 @@ def has_axes(model: nn.Module) -> bool:
     return any("mrope_section" in (getattr(config, "rope_parameters", None) or ()) for config in configs)
 
 
-def _recurrences(model: nn.Module, resets_states: bool) -> Iterator[nn.Module]:
+def _beside_towers(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model without those that compute features of images or sounds."""
+    towers: set[nn.Module] = set()
+    for host in find_hugging_face(model):
+        if (text_model := find_text_model(host)) is not None:
+            inside = set(text_model.modules())
+            towers |= {
+                module for module in host.modules() if module not in inside and not inside <= {*module.modules()}
+            }
+    return [module for module in model.modules() if module not in towers]
+
+
+def _without_masks(model: nn.Module) -> list[nn.Module]:
+    """Return the models of transformers that have attention, and no part that calls functions for causal masks."""
+    return [
+        host
+        for host in find_hugging_face(model)
+        if any("Attention" in class_name(module) for module in host.modules())
+        and not any(hasattr(module, "config") and _mask_calls(type(module))[0] for module in host.modules())
+    ]
+
+
+def _recurrences(modules: Sequence[nn.Module], resets_states: bool) -> Iterator[nn.Module]:
     """Iterate over modules in which tokens meet outside of attention.
 
     Args:
-        model: The model.
+        modules: Modules, with those inside of them.
         resets_states: Whether to leave out those in which states can begin anew in each document.
     """
-    mixers = {module for module in model.modules() if _convolutions(module) or _keeps_states(type(module))}
+    mixers = {module for module in modules if _convolutions(module) or _keeps_states(type(module))}
     resetting = {module for module in mixers if resets_states and _calls_known_functions(module)}
-    for module in model.modules():
+    for module in modules:
         stateful = bool(getattr(module, "_is_stateful", False))  # set by transformers' recurrent models
         if isinstance(module, nn.RNNBase) or module in mixers - resetting or (stateful and not resetting):
             yield module
@@ -243,6 +271,25 @@ def _classes_of_transformers(kind: type[nn.Module]) -> list[type[nn.Module]]:
     return [each for each in kind.__mro__ if each.__module__.startswith("transformers.models.")]
 
 
+def _keeps_axis(model: nn.Module) -> bool:
+    """Return whether models of transformers take positions of one axis also as those in the text, like Qwen3.5."""
+    return all(_expands_to_four(type(find_text_model(host) or _innermost(host))) for host in find_hugging_face(model))
+
+
+def _innermost(host: nn.Module) -> nn.Module:
+    return [module for module in host.modules() if hasattr(module, "set_attn_implementation")][-1]
+
+
+@functools.cache
+def _expands_to_four(kind: type[nn.Module]) -> bool:
+    """Return whether the source of a model makes four axes of positions, the first of which is that of the text."""
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="expand"), args=[ast.Constant(value=4), *_]):
+                return True
+    return False
+
+
 @functools.cache
 def _mask_calls(kind: type[nn.Module]) -> tuple[bool, bool]:
     """Return whether a model of transformers calls functions for causal masks, and whether with `position_ids`.
@@ -262,8 +309,9 @@ def _mask_calls(kind: type[nn.Module]) -> tuple[bool, bool]:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    masks = [call for call in calls if call.func.id in names or _names_mask(call.func)]  # type: ignore[attr-defined]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    called = [(call, call.func.value if isinstance(call.func, ast.Subscript) else call.func) for call in calls]
+    masks = [call for call, f in called if isinstance(f, ast.Name) and (f.id in names or _names_mask(f))]
     given: set[object] = {keyword.arg for call in masks for keyword in call.keywords}
     for node in nodes:
         if isinstance(node, ast.Dict):  # gathers the arguments of several masks

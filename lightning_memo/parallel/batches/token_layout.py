@@ -427,11 +427,11 @@ class CurrentLayout:
     @contextlib.contextmanager
     def of_documents(self, documents: Documents) -> Iterator[None]:
         """Within this context, a forward that is not divided runs on packed rows."""
-        self._documents = documents
+        before, self._documents = self._documents, documents
         try:
             yield
         finally:
-            self._documents = None
+            self._documents = before
 
     def clear(self) -> None:
         """Reset the layout when no batch is in use."""

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_memo.parallel.batches.gathered_tokens import GatheredTokens
 from lightning_memo.parallel.batches.loss_arguments import RouterLosses
+from lightning_memo.parallel.batches.packed_documents import DOCUMENT_ARGUMENTS
 from lightning_memo.parallel.batches.shard_batch import Batch, TextModelInputs
 from lightning_memo.parallel.batches.token_layout import (
     CurrentLayout,
@@ -43,7 +44,7 @@ from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face, find_text_model
 from lightning_memo.utils.retained_graph import first_derivative
 
-_OF_LAYOUT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+_OF_LAYOUT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", *DOCUMENT_ARGUMENTS)
 
 
 class WholeRows:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from support.architectures.hybrids import HYBRIDS, make_hybrid, make_separate
 from support.devices import skip_ring_on_cuda
@@ -19,10 +21,11 @@ from support.processes import ProcessError, run_in_processes
 from support.samples.configurations import BOUND, CONFIGURATIONS
 from support.trainer_harness import LanguageModel, make_trainer
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_memo import MemoStrategy
+from lightning_memo import MemoLoop, MemoStrategy
 from lightning_memo.parallel.context_parallel import StateExchange, StateLink
 
 MODELS = {config: functools.partial(make_hybrid, config) for config in HYBRIDS}
@@ -184,14 +187,13 @@ OTHER_PACKED = zip(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("uneven", [False, True])
 @pytest.mark.parametrize(
     ("config", "configuration", "stream_from_host"),
     sorted(QUICK_PACKED.union((*case, backed) for case, backed in OTHER_PACKED)),
 )
-def test_packed_documents(config: str, configuration: str, stream_from_host: str, uneven: bool) -> None:
+def test_packed_documents(config: str, configuration: str, stream_from_host: str) -> None:
     """Documents start in the ranges of both processes, and go on in the next one."""
-    run = Run(family=PACKED[config], tokens=61, packed=True, uneven=uneven, steps=2)
+    run = Run(family=PACKED[config], tokens=61, packed=True, uneven=True, steps=2)
     size, settings = CONFIGURATIONS[configuration]
     skip_ring_on_cuda(settings)
     settings = settings | {"alpha": 0.5, "slice_tokens": 7, "stream_from_host": stream_from_host}
@@ -212,6 +214,48 @@ def test_a_process_whose_first_token_starts_a_document_returns_a_gradient(traine
     alone = replace(run, family=functools.partial(frozen, "BambaConfig", trained, make=make_separate))
     errors = train_together(2, run, {"context_parallel_size": 2, "alpha": 0.5}).worst_error(train_alone(alone))
     assert all(errors[part] <= BOUND for part in PARTS), errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("configuration", ["dp2 zero0", "dp2 zero3", "pipeline"])
+def test_packed_documents_beside_other_parallelism(configuration: str) -> None:
+    run = Run(family=PACKED["Qwen3NextConfig"], tokens=61, packed=True, steps=2)
+    size, settings = CONFIGURATIONS.get(configuration, (2, {"pipeline_parallel_size": 2}))
+    alone = train_alone(replace(run, family=functools.partial(make_separate, "Qwen3NextConfig")))
+    errors = train_together(size, run, settings | {"alpha": 0.5}).worst_error(alone)
+    assert all(errors[part] <= BOUND for part in PARTS), errors
+
+
+def loss_of_loop(arguments_for_kernels: bool) -> list[float]:
+    """Train in a loop on the first row of a run, and return the losses of three steps."""
+    row = Texts(Run(tokens=61, packed=True, uneven=True))[1]
+    positions = row["position_ids"]
+    if arguments_for_kernels:
+        row["seq_idx"] = (positions == 0).cumsum(0).int()
+    batch = {name: t[None] for name, t in row.items()}
+    if arguments_for_kernels:
+        starts = (positions == 0).nonzero()[:, 0].tolist()
+        batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = torch.tensor([*starts, 61], dtype=torch.int32)
+    together = dist.is_initialized() and dist.get_world_size() > 1
+    model = PACKED["BambaConfig"]() if together else make_separate("BambaConfig")
+    wrapped = DistributedDataParallel(model) if together else model
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    with MemoLoop(wrapped, optimizer, context_parallel_size=2, alpha=0.5) if together else nullcontext():
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = wrapped(**batch).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments_for_kernels", [False, True])
+def test_packed_documents_in_a_loop(arguments_for_kernels: bool) -> None:
+    alone = loss_of_loop(arguments_for_kernels)
+    for losses in run_in_processes(2, loss_of_loop, arguments_for_kernels):
+        assert losses == pytest.approx(alone, rel=1e-5)
 
 
 @pytest.mark.parametrize(
