@@ -78,6 +78,9 @@ def test_slices_on_the_host(config: str, stream_from_host: Any) -> None:
         for alpha in (0.0, 0.5, 1.0):
             under_test.load(alpha)
             assert_close(under_test.step(batch), alone)
+        if stream_from_host == "hidden":
+            under_test.load(0.0, segment_calls=1)
+            assert_close(under_test.step(batch), alone)
 
 
 @few_kinds
