@@ -18,6 +18,7 @@ _GATED_DELTA_NET = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }  # fmt: skip
+_AXES = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]}
 _EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
 }  # fmt: skip
@@ -26,7 +27,7 @@ _MAMBA = {
 }  # fmt: skip
 HYBRIDS: dict[str, dict[str, Any]] = {
     "Qwen3NextConfig": _GATED_DELTA_NET | _EXPERTS,
-    "Qwen3_5TextConfig": _GATED_DELTA_NET,
+    "Qwen3_5TextConfig": _GATED_DELTA_NET | {"rope_parameters": _AXES},
     "OlmoHybridConfig": _GATED_DELTA_NET | {"linear_num_key_heads": 4},
     "BambaConfig": _MAMBA | {"attn_layer_indices": [1]},
     "FalconH1Config": _MAMBA | {"mamba_d_ssm": 64},
