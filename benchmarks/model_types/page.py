@@ -128,8 +128,8 @@ follows the plan. In both steps, the loss and the gradient of every parameter ar
 
 The error of a gradient is relative to its norm, or to 1e-6 of the norm of the whole gradient if that is larger. A
 gradient beyond {BOUND:g} is also right if its error against fp64 is at most {AS_NEAR:g} times that of plain fp32
-training, and at most {MOST:.0%}. In one process, such a gradient is compared once more with slightly different weights,
-because rounding may cross the kink of a function such as ReLU."""
+training, and at most {MOST:.0%}. Otherwise, it is compared once more with slightly different weights, because rounding
+may cross the kink of a function such as ReLU."""
 
 
 def _summary(results: Mapping[str, Mapping[str, Entry]]) -> str:
