@@ -168,8 +168,9 @@ def _levels() -> str:
     text = (
         "Slices on the host, the slice schedule and divided tokens swap one stack of layers, the largest (of the text "
         "model, if there is one). Smaller stacks, such as vision towers, train plainly. Where tensor parallelism is "
-        "refused with the advice `sequence_parallel=False`, the advice is followed. A vision-language type that was "
-        "trained on text only may be refused with images."
+        "refused with the advice `sequence_parallel=False`, the advice is followed. Where its plan is derived, it may "
+        "leave parts of the layers whole. A vision-language type that was trained on text only may be refused with "
+        "images."
     )
     return "## Levels\n\n" + _table(["level", "settings", "processes"], lines) + "\n\n" + text
 
