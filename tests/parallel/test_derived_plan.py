@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from support.devices import skip_ring_on_cuda
 from support.families import VOCABULARY
 from support.markers.slow import slow_if
 from support.parallel_training import Run, train_alone, train_together
@@ -168,6 +169,7 @@ CONFIGURATIONS = {
 def test_training(configuration: str) -> None:
     run = Run(family="gpt2", steps=2, layers=4)
     size, others = CONFIGURATIONS[configuration]
+    skip_ring_on_cuda(others)
     settings = {"tensor_parallel_size": 2, "sequence_parallel": False, "alpha": 0.5, **others}
     errors = train_together(size, run, settings).worst_error(train_alone(run))
     # Biases of keys have only rounding for a gradient, of which Adam makes steps.
