@@ -122,6 +122,12 @@ def test_four_ranks(family: str) -> None:
     assert max(run_in_processes(4, compare_family, family)) <= 1e-5
 
 
+def test_several_tokens_with_one_meaning() -> None:
+    model = build("gpt2")
+    model.config.eos_token_id = [1, 2]
+    assert find_plan(model, 2).derived == find_plan(build("gpt2"), 2).derived
+
+
 @pytest.mark.parametrize("family", EXAMPLES)
 def test_what_stays_whole(family: str) -> None:
     derived = find_plan(build(family), 2).derived

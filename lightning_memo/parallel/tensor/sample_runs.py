@@ -149,7 +149,8 @@ class _Copy:
         embedding = model.get_input_embeddings()  # type: ignore[operator]
         for p in () if embedding is None else embedding.parameters():
             self._copies.pop(id(p), None)  # the head may have the same weight
-        self._left_out = {id(p) for kind in kinds for layer in kind[1:] for p in layer.parameters()}
+        first = {id(p) for kind in kinds for p in kind[0].parameters()}
+        self._left_out = {id(p) for kind in kinds for layer in kind[1:] for p in layer.parameters()} - first
         for kind in kinds:
             twin = self._copy(kind[0])
             self._copies |= {id(layer): twin for layer in kind}
@@ -211,7 +212,8 @@ def _stand_in_for_experts(count: int, x: Tensor, index: Tensor, weights: Tensor)
 def _token_ids(model: Any) -> Tensor:
     """Returns random ids `[rows, tokens]` without the special tokens of the model."""
     config = model.config.get_text_config()
-    special = {value for name, value in vars(config).items() if name.endswith(("token_id", "token_index"))}
+    named = (value for name, value in vars(config).items() if name.endswith(("token_id", "token_index")))
+    special = {token for value in named for token in (value if isinstance(value, list) else [value])}
     known = torch.tensor([token for token in range(min(config.vocab_size, 4096)) if token not in special])
     return known[torch.randint(len(known), (_ROWS, _TOKENS), generator=torch.Generator().manual_seed(1))]
 
