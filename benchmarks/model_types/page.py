@@ -33,7 +33,7 @@ _GROUPS: Final = (
     ("the model has no `tp_plan`", "has no tp_plan", "`tensor_parallel_plan`, context parallelism, or ZeRO 3"),
     (
         "the model's `tp_plan` splits weights in an unsupported way",
-        r"the plan splits|^style |passes a divided weight|experts \(|does not divide",
+        r"the plan splits|^style |splits nn\.Linear|passes a divided weight|experts \(|does not divide",
         "`tensor_parallel_plan`, context parallelism, or ZeRO 3",
     ),
     (
