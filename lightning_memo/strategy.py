@@ -85,7 +85,7 @@ class MemoStrategy(DistributedStrategy):
         sequence_parallel: Whether tensor-parallel processes also share the tokens between the blocks of a layer
             (Megatron's sequence parallelism).
         tensor_parallel_plan: Style of each weight by its dotted name, with `*` as a wildcard, like Hugging Face's
-            `tp_plan`. `None` takes the model's own plan.
+            `tp_plan`. `None` takes the model's own plan, or derives one from runs of the layers.
         alpha: Fraction of the tokens whose activations are swapped, from 0.0 to 1.0. "auto" solves a linear program
             over kinds of tensors where the layers of a single stack can be cut and `slice_tokens` is not given: it may
             also store single matrix products, keep tensors on the device, or run attention again instead of storing

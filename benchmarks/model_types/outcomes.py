@@ -86,7 +86,7 @@ def outcome_of(example: Example, level: Level, references: References, processes
 
 def _train(example: Example, settings: Mapping[str, Any], references: References, processes: int) -> Outcome:
     found = _train_once(example, settings, references, processes)
-    if found.status != "wrong" or processes > 1:
+    if found.status != "wrong":
         return found
     # At a kink, for example of ReLU, a rounding error becomes another gradient. Other weights have no value just there.
     other = example.perturbed(_PERTURBATIONS)

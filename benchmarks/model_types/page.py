@@ -33,7 +33,7 @@ _GROUPS: Final = (
     ("the model has no `tp_plan`", "has no tp_plan", "`tensor_parallel_plan`, context parallelism, or ZeRO 3"),
     (
         "the model's `tp_plan` splits weights in an unsupported way",
-        r"the plan splits|^style |passes a divided weight|experts \(|does not divide",
+        r"the plan splits|^style |splits nn\.Linear|passes a divided weight|experts \(|does not divide",
         "`tensor_parallel_plan`, context parallelism, or ZeRO 3",
     ),
     (
@@ -128,8 +128,8 @@ follows the plan. In both steps, the loss and the gradient of every parameter ar
 
 The error of a gradient is relative to its norm, or to 1e-6 of the norm of the whole gradient if that is larger. A
 gradient beyond {BOUND:g} is also right if its error against fp64 is at most {AS_NEAR:g} times that of plain fp32
-training, and at most {MOST:.0%}. In one process, such a gradient is compared once more with slightly different weights,
-because rounding may cross the kink of a function such as ReLU."""
+training, and at most {MOST:.0%}. Otherwise, it is compared once more with slightly different weights, because rounding
+may cross the kink of a function such as ReLU."""
 
 
 def _summary(results: Mapping[str, Mapping[str, Entry]]) -> str:
@@ -168,8 +168,9 @@ def _levels() -> str:
     text = (
         "Slices on the host, the slice schedule and divided tokens swap one stack of layers, the largest (of the text "
         "model, if there is one). Smaller stacks, such as vision towers, train plainly. Where tensor parallelism is "
-        "refused with the advice `sequence_parallel=False`, the advice is followed. A vision-language type that was "
-        "trained on text only may be refused with images."
+        "refused with the advice `sequence_parallel=False`, the advice is followed. Where its plan is derived, it may "
+        "leave parts of the layers whole. A vision-language type that was trained on text only may be refused with "
+        "images."
     )
     return "## Levels\n\n" + _table(["level", "settings", "processes"], lines) + "\n\n" + text
 

@@ -69,7 +69,7 @@ from lightning_memo.parallel.pipeline.pipelined_model import Pipeline
 from lightning_memo.parallel.pipeline.stage_modules import is_stage
 from lightning_memo.parallel.ranks import Ranks, gather, processes_on_this_node
 from lightning_memo.parallel.tensor.experts import check_experts, find_experts, shard_experts
-from lightning_memo.parallel.tensor.shard_weights import check_divisible, shard_tensors
+from lightning_memo.parallel.tensor.shard_weights import TensorPlan, find_plan, shard_tensors
 from lightning_memo.parallel.zero_sharding import ZeroSettings, shard_state
 from lightning_memo.utils.find_layers import find_hugging_face, find_text_model
 
@@ -163,7 +163,9 @@ class Processes:
         config = self._config
         if _was_divided(module, self._division(mixed), is_stage(module)):
             return
-        self._check_divisible(module)
+        tensor_plan = self._check_divisible(module)
+        if tensor_plan is not None and (line := tensor_plan.describe_derived()) is not None:
+            rank_zero_info(f"lightning_memo: {line}.")
         if self.ranks.world:
             _share_weights(module, self._device)
         if self.sizes.tensor > 1:
@@ -171,7 +173,7 @@ class Processes:
                 module,
                 self.mesh[TENSOR],
                 sequence_parallel=config.sequence_parallel,
-                plan=config.tensor_parallel_plan,
+                plan=tensor_plan,
                 experts=self._experts,
             )
         elif self._experts is not None:
@@ -190,18 +192,23 @@ class Processes:
                 self._experts,
             )
 
-    def _check_divisible(self, module: nn.Module) -> None:
+    def _check_divisible(self, module: nn.Module) -> TensorPlan | None:
         """Check that a module can be divided, before anything is sent.
+
+        Returns:
+            How tensor-parallel ranks divide it; `None` without them.
 
         Raises:
             ValueError: It cannot.
         """
+        tensor_plan = None
         if self.sizes.tensor > 1:
-            check_divisible(module, self.sizes.tensor, self._config.tensor_parallel_plan)
+            tensor_plan = find_plan(module, self.sizes.tensor, self._config.tensor_parallel_plan)
         if self._experts is not None:
             check_experts(module, self.sizes.expert, self.sizes.tensor)
         if self.pipeline is not None:
             self.pipeline.prepare(module)
+        return tensor_plan
 
     def _division(self, mixed: bool) -> str:
         """Describe how a module is divided."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,15 +13,14 @@ import transformers
 from support.families import VOCABULARY
 from support.markers.slow import slow_if
 from support.processes import run_in_processes
+from support.tensor_parallel import Gradients, compare, errors, randomise, step, tensor_mesh, whole
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from lightning_memo.parallel.local_tensors import resolve_partial
-from lightning_memo.parallel.tensor.shard_weights import TensorPlan, assign_styles, check_divisible, shard_tensors
+from lightning_memo.parallel.tensor.shard_weights import TensorPlan, assign_styles, find_plan, shard_tensors
 
 ATTENTION = "tests_causal"
 BATCH, TOKENS = 2, 16
@@ -105,14 +104,6 @@ def build(family: str, attention: str = ATTENTION) -> nn.Module:
     return randomise(model)
 
 
-def randomise(model: nn.Module) -> nn.Module:
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn_like(p) * 0.1)
-    return model.train()
-
-
 def make_batch(vocabulary: int = VOCABULARY, seed: int = 3) -> dict[str, Tensor]:
     """All tokens, with shifted labels, some of which are ignored."""
     ids = torch.randint(0, vocabulary, (BATCH, TOKENS), generator=torch.Generator().manual_seed(seed))
@@ -123,67 +114,6 @@ def make_batch(vocabulary: int = VOCABULARY, seed: int = 3) -> dict[str, Tensor]
         "input_ids": ids, "position_ids": torch.arange(TOKENS)[None], "labels": labels, "shift_labels": labels,
         "num_items_in_batch": (labels != -100).sum(),
     }  # fmt: skip
-
-
-Gradients = dict[str, Tensor]
-
-
-def step(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Gradients]:
-    """A loss and all gradients, whole."""
-    loss = model(**batch).loss
-    assert type(loss) is Tensor
-    loss.backward()
-    resolve_partial(model.parameters())
-    return loss.detach(), {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-
-
-def whole(t: Tensor) -> Tensor:
-    return (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
-
-
-def errors(got: Gradients, expected: Gradients) -> dict[str, float]:
-    """Relative error of each gradient, in norm."""
-    assert got.keys() == expected.keys()
-    assert all(g.norm() > 0 for g in expected.values())
-    return {n: float((got[n] - g).norm() / g.norm()) for n, g in expected.items()}
-
-
-@cache
-def tensor_mesh(tensor: int, data: int = 1) -> DeviceMesh:
-    """The ranks; made once in a process, as every mesh opens connections that stay."""
-    return init_device_mesh("cpu", (data, tensor), mesh_dim_names=("data_parallel", "tensor_parallel"))
-
-
-def assert_plain_between_modules(model: nn.Module) -> None:
-    """Whatever a module gives back is a plain tensor, but for the logits."""
-    head = list(model.get_output_embeddings().modules())
-
-    def check(module: nn.Module, args: Any, output: Any) -> None:
-        if module not in head and not hasattr(output, "logits"):
-            tensors = [t for t in (output if isinstance(output, tuple) else (output,)) if isinstance(t, Tensor)]
-            assert all(type(t) is Tensor for t in tensors), f"{module} gives {[type(t) for t in tensors]}"
-
-    for module in model.modules():
-        module.register_forward_hook(check)
-
-
-def compare(build: Callable[[], nn.Module], batch: dict[str, Tensor], sp: bool, plan: Any = None) -> float:
-    """The largest relative error of the loss and all gradients; the parameters are compared bit by bit."""
-    loss, gradients = step(build(), batch)
-    model = build()
-    before = {n: (p.detach().clone(), p.requires_grad) for n, p in model.named_parameters()}
-    shard_tensors(model, tensor_mesh(torch.distributed.get_world_size())["tensor_parallel"], sp, plan)
-    after = dict(model.named_parameters())
-    assert list(after) == list(before)
-    for n, (value, requires_grad) in before.items():
-        assert isinstance(after[n], DTensor) and isinstance(after[n], nn.Parameter), n
-        assert torch.equal(whole(after[n]), value), n
-        assert after[n].requires_grad == requires_grad, n
-        assert after[n].to_local().untyped_storage().nbytes() == after[n].to_local().nbytes, n
-    if hasattr(model, "get_output_embeddings"):
-        assert_plain_between_modules(model)
-    got, got_gradients = step(model, batch)
-    return max(float((got - loss).abs() / loss), *errors(got_gradients, gradients).values())
 
 
 def compare_family(family: str) -> dict[bool, float]:
@@ -493,9 +423,9 @@ def test_sdpa() -> None:
 )  # fmt: skip
 def test_sizes(family: str, ranks: int, message: str) -> None:
     model = build(family)
-    check_divisible(model, 2)
+    find_plan(model, 2)
     with pytest.raises(ValueError, match=message):
-        check_divisible(model, ranks)
+        find_plan(model, ranks)
 
 
 def _llama4() -> nn.Module:
@@ -518,7 +448,7 @@ def _cohere_with_norms() -> nn.Module:
         (partial(_plain, Layer), PLAN | {"mlp": "moe_tp_experts"}, r"the experts \(blocks.0.mlp\) do not have stacked"),
         (_llama4, None, r"the experts \(.*feed_forward.experts\) do not .* get hidden states, choices and their weig"),
         (_gpt2, None, "GPT2LMHeadModel has no tp_plan that says how the weights of its layers are split: train with"),
-        (_gpt2, {"c_attn": "colwise"}, "GPT2LMHeadModel has no tp_plan"),
+        (_gpt2, {"c_attn": "colwise"}, "splits 0 layers of transformer.h.0.attn row-wise"),
         (partial(_plain, Layer), None, "Plain has no tp_plan"),
         (partial(_plain, Layer), {"attention.q": "columns"}, 'style "columns" of blocks.0.attention.q is not known'),
         (partial(_plain, Layer), PLAN | {"mlp.7": "colwise"}, '"mlp.7" names no module: names are like "blocks.0.att'),

@@ -33,7 +33,8 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from lightning_memo.parallel.device_mesh import ExpertMeshes
-from lightning_memo.parallel.tensor.module_styles import FirstArgument, Forward, TensorStyle, local_parameters, move
+from lightning_memo.parallel.tensor.local_shares import FirstArgument
+from lightning_memo.parallel.tensor.module_styles import Forward, TensorStyle, local_parameters, move
 from lightning_memo.utils.class_names import class_name
 
 _is_alone = ContextVar("_is_alone", default=False)
@@ -82,7 +83,7 @@ class Experts(TensorStyle):
         super().__init__()
         self._meshes = meshes
 
-    def placement(self, name: str) -> Placement:
+    def placement(self, module: nn.Module, name: str) -> Placement:
         return Shard(0)
 
     def prepare(self, module: nn.Module) -> None:

@@ -13,10 +13,9 @@ sequence parallelism, this rank's tokens (Korthikanti et al., "Reducing Activati
 from __future__ import annotations
 
 import functools
-import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from lightning_memo.parallel.tensor.linear_layers import is_transposed, matrix_of, output_features
+from lightning_memo.parallel.tensor.local_shares import FirstArgument, LocalShares
 from lightning_memo.parallel.tensor.sharded_logits import sharded_logits
 from lightning_memo.utils.retained_graph import first_derivative
 
@@ -54,6 +55,13 @@ def move(
     return whole.redistribute(placements=[target]).to_local(grad_placements=None if gradient is None else [gradient])
 
 
+def _summed(partial: Tensor, mesh: DeviceMesh, target: Placement) -> Tensor:
+    """Returns this rank's part of a sum over the ranks, in memory of its own that the caller may write into."""
+    y = move(partial, mesh, Partial(), target)
+    # Results of DTensors are views of a function of its own, into which autograd lets nobody write.
+    return torch.ops.aten._unsafe_view(y, y.shape)
+
+
 def _local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:
     """Returns this rank's part of a parameter as a plain view. `gradient` is as in `move`, if it is replicated."""
     assert isinstance(parameter, DTensor)
@@ -65,6 +73,10 @@ def _local(parameter: Tensor, gradient: Placement | None = None) -> Tensor:
 @contextmanager
 def local_parameters(module: nn.Module, gradient: Placement | None = None) -> Iterator[None]:
     """Within this context the attributes of a module's own parameters are plain local tensors.
+
+    Args:
+        module: The module.
+        gradient: Layout of the gradients of replicated parameters; `None` for `Replicate()`.
 
     Instance attributes hide the parameters in the tables of `nn.Module`, which FSDP2 replaces, so the two do not
     conflict. Previous attributes are restored at exit, because a layer may run inside a call of itself.
@@ -104,7 +116,7 @@ class TensorStyle(ParallelStyle):
         self.mesh = device_mesh
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
-                module._parameters[name] = self._distribute(parameter, self.placement(name))
+                module._parameters[name] = self._distribute(parameter, self.placement(module, name))
         self.prepare(module)
         module.tensor_style = self
         # Unlike a replaced method, a class survives copies of the module and FSDP2's subclassing.
@@ -115,8 +127,8 @@ class TensorStyle(ParallelStyle):
         part = distribute_tensor(parameter.detach(), self.mesh, [placement], src_data_rank=self.src_data_rank)
         return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
-    def placement(self, name: str) -> Placement:
-        """Returns the placement of a parameter over the ranks."""
+    def placement(self, module: nn.Module, name: str) -> Placement:
+        """Returns the placement of a parameter of a module over the ranks."""
         return Replicate()
 
     def prepare(self, module: nn.Module) -> None:
@@ -135,34 +147,34 @@ class Replicated(TensorStyle):
             `Partial()` if each rank has its own tokens or heads.
         enters: Layout of an input from the stream that has to be gathered; `None` uses the input unchanged.
         leaves: Layout of the stream to which an output for all tokens is converted; `None` leaves it unchanged.
+        everything: Whether parameters of modules inside are plain tensors while the module runs, too: some modules
+            compute with parameters of others, which they do not call.
+        divided: Names of parameters whose first dimension is split nevertheless, as there is one for each head.
     """
 
-    def __init__(self, gradient: Placement, enters: Placement | None = None, leaves: Placement | None = None) -> None:
+    def __init__(
+        self,
+        gradient: Placement,
+        enters: Placement | None = None,
+        leaves: Placement | None = None,
+        everything: bool = False,
+        divided: Collection[str] = (),
+    ) -> None:
         super().__init__()
         self.gradient, self.enters, self.leaves = gradient, enters, leaves
+        self.everything, self.divided = everything, divided
+
+    def placement(self, module: nn.Module, name: str) -> Placement:
+        return Shard(0) if name in self.divided else Replicate()
 
     def forward(self, module: nn.Module, original: Forward, *args: Any, **kwargs: Any) -> Any:
         if self.enters is not None:
             args = (move(args[0], self.mesh, self.enters, Replicate(), gradient=Partial()), *args[1:])
-        with local_parameters(module, self.gradient):
+        with ExitStack() as stack:
+            for m in module.modules() if self.everything else (module,):
+                stack.enter_context(local_parameters(m, self.gradient))
             result = original(*args, **kwargs)
         return result if self.leaves is None else move(result, self.mesh, Replicate(), self.leaves)
-
-
-class FirstArgument:
-    """Calls a function with another first argument, which is given by position or by name.
-
-    Args:
-        module: Module whose forward has the function's arguments.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._name = next(iter(inspect.signature(module.forward).parameters))
-
-    def __call__(self, change: Callable[[Tensor], Tensor], function: Forward, *args: Any, **kwargs: Any) -> Any:
-        if args:
-            return function(change(args[0]), *args[1:], **kwargs)
-        return function(**kwargs | {self._name: change(kwargs[self._name])})
 
 
 class Block(TensorStyle):
@@ -172,15 +184,21 @@ class Block(TensorStyle):
 
     Args:
         stream: Layout of the stream.
+        shares: What of the module counts this rank's heads or features.
+        divided: Names of parameters of the module whose first dimension is split. Others are whole.
     """
 
-    def __init__(self, stream: Placement) -> None:
+    def __init__(self, stream: Placement, shares: LocalShares | None = None, divided: Collection[str] = ()) -> None:
         super().__init__()
-        self.stream = stream
+        self.stream, self.shares, self.divided = stream, shares or LocalShares(), divided
         self._input: Tensor | None = None
+
+    def placement(self, module: nn.Module, name: str) -> Placement:
+        return Shard(0) if name in self.divided else Replicate()
 
     def prepare(self, module: nn.Module) -> None:
         self._call_with = FirstArgument(module)
+        vars(module).update(self.shares.values(module, self.mesh.size()))
 
     def forward(self, module: nn.Module, original: Forward, *args: Any, **kwargs: Any) -> Any:
         before = self._input
@@ -190,7 +208,8 @@ class Block(TensorStyle):
             return self._input
 
         try:
-            return self._call_with(gather, original, *args, **kwargs)
+            with local_parameters(module, Partial()):
+                return self._call_with(gather, original, *args, **kwargs)
         finally:
             self._input = before
 
@@ -217,8 +236,8 @@ class Colwise(TensorStyle):
         super().__init__()
         self.source, self.output = source, output
 
-    def placement(self, name: str) -> Placement:
-        return Shard(0)
+    def placement(self, module: nn.Module, name: str) -> Placement:
+        return Shard(int(name == "weight" and is_transposed(module)))
 
     def forward(self, module: nn.Module, original: Forward, x: Tensor) -> Any:
         if isinstance(self.source, Block):
@@ -228,11 +247,12 @@ class Colwise(TensorStyle):
         y = self.project(module, x)
         if self.output == "local":
             return y
-        whole = sharded_logits(y, self.mesh, module.out_features)
+        whole = sharded_logits(y, self.mesh, output_features(module))
         return whole if self.output == "divided" else whole.redistribute(placements=[Replicate()]).to_local()
 
     def project(self, module: nn.Module, x: Tensor) -> Tensor:
-        return F.linear(x, _local(module.weight), None if module.bias is None else _local(module.bias))
+        weight = matrix_of(module, _local(module.weight))
+        return F.linear(x, weight, None if module.bias is None else _local(module.bias))
 
 
 class Rowwise(TensorStyle):
@@ -247,14 +267,14 @@ class Rowwise(TensorStyle):
         super().__init__()
         self.stream, self.split_input = stream, split_input
 
-    def placement(self, name: str) -> Placement:
-        return Shard(1) if name == "weight" else Replicate()
+    def placement(self, module: nn.Module, name: str) -> Placement:
+        return Shard(int(not is_transposed(module))) if name == "weight" else Replicate()
 
     def forward(self, module: nn.Module, original: Forward, x: Tensor) -> Tensor:
         if self.split_input:
             x = move(x, self.mesh, Replicate(), Shard(x.dim() - 1))
-        partial = F.linear(x, _local(module.weight))
-        y = move(partial, self.mesh, Partial(), self.stream)
+        partial = F.linear(x, matrix_of(module, _local(module.weight)))
+        y = _summed(partial, self.mesh, self.stream)
         if module.bias is None:
             return y
         return y + _local(module.bias, gradient_of_replica(self.stream)).to(y.dtype)
@@ -271,7 +291,7 @@ class VocabularyParallel(TensorStyle):
         super().__init__()
         self.stream = stream
 
-    def placement(self, name: str) -> Placement:
+    def placement(self, module: nn.Module, name: str) -> Placement:
         return Shard(0)
 
     def prepare(self, module: nn.Module) -> None:
@@ -285,7 +305,7 @@ class VocabularyParallel(TensorStyle):
         unknown = (ids < self._first) | (ids >= self._first + self._rows)
         with local_parameters(module):
             found = original((ids - self._first).masked_fill(unknown, 0))
-        return move(found.masked_fill(unknown[..., None], 0), self.mesh, Partial(), self.stream)
+        return _summed(found.masked_fill(unknown[..., None], 0), self.mesh, self.stream)
 
 
 def gradient_of_replica(stream: Placement) -> Placement:
@@ -381,8 +401,8 @@ class RowExchange:
 
     def fetch(self, held: Tensor) -> Tensor:
         """Returns the rows that this rank computes with, part by part, from the rows that it stores."""
-        rows = torch.empty_like(held)
-        dist.all_to_all_single(rows, held[self._order], self._received, self._sent, group=self._group)
+        rows = held.new_empty(held.shape)  # contiguous, also if the weight is stored transposed
+        dist.all_to_all_single(rows, held[self._order].contiguous(), self._received, self._sent, group=self._group)
         return rows
 
     def give_back(self, rows: Tensor) -> Tensor:
@@ -444,43 +464,9 @@ class PackedColwise(Colwise):
         self.exchange = RowExchange(self.parts, self.mesh, module.weight.device)
 
     def project(self, module: nn.Module, x: Tensor) -> Tensor:
-        weight = _local(module.weight)
+        weight = matrix_of(module, _local(module.weight))
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight = x.to(dtype), weight.to(dtype)
         y = _PackedLinear.apply(x, weight, self.exchange)
         return y if module.bias is None else y + _Fetch.apply(_local(module.bias), self.exchange).to(y.dtype)
-
-
-class LocalConfig:
-    """A module's configuration with some numbers replaced by this rank's share.
-
-    Other attributes are read from the whole configuration when they are used, because some change later (for example
-    the attention implementation).
-
-    Args:
-        whole: Configuration of the whole module.
-        shares: Attributes that are replaced.
-    """
-
-    def __init__(self, whole: Any, **shares: int) -> None:
-        self.__dict__.update(shares, _whole=whole)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_whole":
-            raise AttributeError(name)
-        return getattr(self._whole, name)
-
-
-class PackedAttention(Block):
-    """An attention module that splits its packed projection by head counts, which are set to this rank's share."""
-
-    def prepare(self, module: nn.Module) -> None:
-        super().prepare(module)
-        ranks = self.mesh.size()
-        module.config = LocalConfig(
-            module.config,
-            num_attention_heads=module.config.num_attention_heads // ranks,
-            num_key_value_heads=module.config.num_key_value_heads // ranks,
-        )
-        module.num_key_value_heads //= ranks

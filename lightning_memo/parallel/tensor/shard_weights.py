@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -22,12 +22,21 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import parallelize_module
 
 from lightning_memo.parallel.device_mesh import ExpertMeshes
+from lightning_memo.parallel.tensor.derived_plan import derive_plan
+from lightning_memo.parallel.tensor.derived_regions import Region
 from lightning_memo.parallel.tensor.experts import Experts, Mixture, is_stacked, shard_experts
+from lightning_memo.parallel.tensor.linear_layers import (
+    base_layer,
+    input_features,
+    is_floating_linear,
+    is_linear,
+    output_features,
+)
+from lightning_memo.parallel.tensor.local_shares import LocalShares
 from lightning_memo.parallel.tensor.module_styles import (
     STREAM_TOKEN_DIM,
     Block,
     Colwise,
-    PackedAttention,
     PackedColwise,
     Replicated,
     Rowwise,
@@ -37,13 +46,14 @@ from lightning_memo.parallel.tensor.module_styles import (
     gradient_of_replica,
 )
 from lightning_memo.utils.class_names import class_name
-from lightning_memo.utils.find_layers import find_stacks
+from lightning_memo.utils.find_layers import find_hugging_face, find_stacks
 
 _COLWISE = ("colwise", "colwise_gather_output")
 _ROWWISE = ("rowwise", "rowwise_split_input", "embedding_rowwise")
 _REPLICATED = ("replicated", "replicated_with_grad_allreduce")
 _EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")
 _GATHERING = ("colwise_gather_output", "rowwise_split_input")
+_TOLD = 6  # names in a message
 ADVICE = "train with context_parallel_size or zero_stage=3 instead, or give tensor_parallel_plan"
 
 
@@ -61,13 +71,14 @@ class Packing:
 
     def parts(self, block: nn.Module) -> tuple[int, ...]:
         """Returns the number of output features of each packed matrix."""
-        rows = _inner_linear(getattr(block, self.first)).out_features
+        rows = output_features(base_layer(getattr(block, self.first)))
         if self.first == "gate_up_proj":
             return rows // 2, rows // 2
         heads, kv_heads = block.config.num_attention_heads, block.config.num_key_value_heads
         return heads * block.head_dim, kv_heads * block.head_dim, kv_heads * block.head_dim
 
 
+_SHARES_OF_PACKED = LocalShares(("num_key_value_heads",), ("num_attention_heads", "num_key_value_heads"))
 _PACKINGS = (Packing("qkv_proj", "o_proj"), Packing("gate_up_proj", "down_proj"))
 
 
@@ -78,12 +89,14 @@ class TensorPlan:
         module: Model, or a module that contains it.
         plan: Styles by dotted module name or a suffix of it, with `*` for a layer's number. It takes precedence over
             the `tp_plan` of a Hugging Face model.
+        derive: Number of ranks for which the division is derived from runs of the layers; no plan is used then. `None`
+            uses plans.
 
     Raises:
-        ValueError: There is no plan, or an entry of it cannot be applied.
+        ValueError: There is no plan, or an entry of it cannot be applied, or none can be derived.
     """
 
-    def __init__(self, module: nn.Module, plan: Mapping[str, str] | None = None) -> None:
+    def __init__(self, module: nn.Module, plan: Mapping[str, str] | None = None, derive: int | None = None) -> None:
         self.module = module
         # Looked up in the class, because peft's wrappers forward every attribute to the inner model.
         found_hosts = {name: m for name, m in module.named_modules() if hasattr(type(m), "tp_plan")}
@@ -92,24 +105,42 @@ class TensorPlan:
             name for name in found_hosts if not _is_in(name, [other for other in found_hosts if other != name])
         ]
         self.named = {name: m for name, m in module.named_modules() if name}
-        plans = (plan or {}, getattr(self.model, "tp_plan", None) or {})
-        found = {name: next(filter(None, (_match(name, p) for p in plans)), None) for name in self.named}
-        self.styles = {name: style for name, style in found.items() if style is not None}
-        self._check_matches(plan or {})
+        self.derived = derive_plan(self.model, self.named, derive) if derive else None
+        if self.derived is not None:
+            self.styles = self.derived.styles()
+        else:
+            plans = (plan or {}, getattr(self.model, "tp_plan", None) or {})
+            found = {name: next(filter(None, (_match(name, p) for p in plans)), None) for name in self.named}
+            self.styles = {name: style for name, style in found.items() if style is not None}
+            self._check_matches(plan or {})
         self._check_styles()
         self.experts = {name: self.named[name] for name, style in self.styles.items() if style in _EXPERTS}
         self.embedding, self.head = self._ends()
         self.styles |= {end: style for end, style in ((self.embedding, "rowwise"), (self.head, "colwise")) if end}
-        if not self.projections():
+        self.styles |= dict.fromkeys(self._tied_embeddings(), "rowwise")
+        if self.derived is None and not self.projections():
             raise ValueError(
                 f"tensor_parallel_size: {class_name(self.model)} has no tp_plan that says how the weights of its "
                 f"layers are split: {ADVICE}"
             )
         self.layers_path, self.layers = self._find_layers()
-        self.blocks = self._find_blocks()
+        self.regions = {} if self.derived is None else {r.block: r for r in self.derived.regions if r.block}
+        self.blocks = self._find_blocks() if self.derived is None else {b: self.named[b] for b in self.regions}
         self.mixtures = {name.rpartition(".")[0]: self.named[name.rpartition(".")[0]] for name in self.experts}
-        self._check_blocks()
+        if self.derived is None:
+            self._check_blocks()
         self._check_experts()
+
+    def describe_derived(self) -> str | None:
+        """Returns one line on what is divided, if it was derived; otherwise `None`."""
+        if self.derived is None:
+            return None
+        line = f"tensor parallelism divides {class_name(self.model)} as runs of its layers prove"
+        whole = self.derived.whole
+        if not whole:
+            return line
+        more = f" and {len(whole) - _TOLD} more" if len(whole) > _TOLD else ""
+        return f"{line}; these linear layers stay whole on each process: {', '.join(whole[:_TOLD])}{more}"
 
     def _check_styles(self) -> None:
         known = (*_COLWISE, *_ROWWISE, *_REPLICATED, *_EXPERTS)
@@ -134,15 +165,22 @@ class TensorPlan:
             found = None
             with contextlib.suppress(NotImplementedError):  # transformers does not know all models' embeddings
                 found = getattr(self.model, f"get_{end}_embeddings", lambda: None)()
-            ends.append(names.get(id(found)))
+            splittable = _is_table(base_layer(found)) or is_floating_linear(base_layer(found))
+            ends.append(names.get(id(found)) if splittable or self.derived is None else None)
         return ends[0], ends[1]
+
+    def _tied_embeddings(self) -> list[str]:
+        """Returns the names of embeddings that have the same weight as the token embedding."""
+        weight = None if self.embedding is None else getattr(self.named[self.embedding], "weight", None)
+        tied = (name for name, m in self.named.items() if _is_table(m) and m.weight is weight)
+        return [name for name in tied if name not in self.styles]
 
     def projections(self) -> dict[str, str]:
         """Returns the names and styles of the linear layers that are split, except the output head."""
         return {
             name: style
             for name, style in self.styles.items()
-            if style not in _REPLICATED and name != self.head and isinstance(_inner_linear(self.named[name]), nn.Linear)
+            if style not in _REPLICATED and name != self.head and is_linear(base_layer(self.named[name]))
         }
 
     def _find_layers(self) -> tuple[str, list[nn.Module]]:
@@ -225,6 +263,11 @@ class TensorPlan:
                 return packing
         return None
 
+    def parts(self, name: str) -> tuple[int, ...]:
+        """Returns the numbers of output features of the parts of a column-wise layer of a derived plan."""
+        assert self.derived is not None
+        return next(r.colwise[name] for r in self.derived.regions if name in r.colwise)
+
     def split_sizes(self) -> Iterator[tuple[str, int]]:
         """Yields the name and value of every size that the number of ranks has to divide."""
         config = getattr(self.model, "config", None)
@@ -238,10 +281,13 @@ class TensorPlan:
         yield from ((f"num_experts of {name}", int(m.num_experts)) for name, m in self.experts.items())
         for name, style in self.projections().items():
             side = "out_features" if style in _COLWISE else "in_features"
-            yield f"{side} of {name}", getattr(_inner_linear(self.named[name]), side)
+            size = output_features if style in _COLWISE else input_features
+            yield f"{side} of {name}", size(base_layer(self.named[name]))
 
     def check_sizes(self, ranks: int) -> None:
-        """Raise if a number of ranks does not divide all sizes; see `check_divisible`."""
+        """Raise if a number of ranks does not divide all sizes; see `find_plan`."""
+        if self.derived is not None:
+            return  # for one number of ranks
         sizes = list(self.split_sizes())
         common = math.gcd(*(size for _, size in sizes))
         allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
@@ -264,11 +310,6 @@ def _names(pattern: str, name: str) -> bool:
     return re.search(rf"(?:^|\.){number}$", name) is not None
 
 
-def _inner_linear(m: nn.Module) -> nn.Module:
-    """Returns the layer inside an adapter, or the module itself."""
-    return getattr(m, "base_layer", m)
-
-
 def _example(named: Mapping[str, nn.Module]) -> str:
     return next((name for name, m in named.items() if isinstance(m, nn.Linear)), next(iter(named), ""))
 
@@ -282,7 +323,7 @@ def shard_tensors(
     module: nn.Module,
     mesh: DeviceMesh,
     sequence_parallel: bool,
-    plan: Mapping[str, str] | None = None,
+    plan: TensorPlan | Mapping[str, str] | None = None,
     experts: ExpertMeshes | None = None,
 ) -> None:
     """Split a model's weights over ranks, in place. Every parameter becomes a `DTensor` on `mesh`.
@@ -297,17 +338,13 @@ def shard_tensors(
         mesh: One-dimensional mesh of the ranks.
         sequence_parallel: Whether to split the tokens between blocks. Their number must be a multiple of the number of
             ranks.
-        plan: Styles by dotted module name or a suffix of it, with `*` for a layer's number: `"colwise"`, `"rowwise"`,
-            `"colwise_gather_output"`, `"rowwise_split_input"` or `"replicated"`. It takes precedence over the
-            `tp_plan` of a Hugging Face model. Attention of another model has to derive its number of heads from the
-            shapes of the projections' outputs.
+        plan: What :func:`find_plan` has found for this number of ranks, or its argument.
         experts: Where experts are, if other ranks share them with those of `mesh`.
 
     Raises:
         ValueError: The model has no plan, or the plan does not split it evenly.
     """
-    tensor_plan = TensorPlan(module, plan)
-    tensor_plan.check_sizes(mesh.size())
+    tensor_plan = plan if isinstance(plan, TensorPlan) else find_plan(module, mesh.size(), plan)
     styles = assign_styles(tensor_plan, sequence_parallel)
     tied = _shared_parameters(module)
     if experts is not None:
@@ -317,21 +354,39 @@ def shard_tensors(
     for name, style in styles.items():
         # One module at a time: parallelize_module would read some characters of a name as wildcards.
         parallelize_module(module.get_submodule(name), mesh, style, src_data_rank=None)
-    _tie_again(module, tied)
+    _tie_again(module, tied, tensor_plan.styles)
 
 
-def check_divisible(module: nn.Module, ranks: int, plan: Mapping[str, str] | None = None) -> None:
-    """Check that the weights of a model can be split evenly. Needs no process group.
+def find_plan(module: nn.Module, ranks: int, plan: Mapping[str, str] | None = None) -> TensorPlan:
+    """Find out how the weights of a model are split evenly. Needs no process group.
+
+    Without `plan`, this is the `tp_plan` of a Hugging Face model, or, if it has none that can be followed, what runs of
+    its layers prove; see Note: [A region, and its proof].
 
     Args:
         module: As for `shard_tensors`.
         ranks: Number of ranks.
-        plan: As for `shard_tensors`.
+        plan: Styles by dotted module name or a suffix of it, with `*` for a layer's number: `"colwise"`, `"rowwise"`,
+            `"colwise_gather_output"`, `"rowwise_split_input"` or `"replicated"`. It takes precedence over the
+            `tp_plan` of a Hugging Face model. Attention of another model has to derive its number of heads from the
+            shapes of the projections' outputs.
 
     Raises:
-        ValueError: A size is not divisible. The message names it and the possible numbers of ranks.
+        ValueError: There is no plan and none can be derived, the plan cannot be followed, or a size is not divisible.
+            The message names it and the possible numbers of ranks.
     """
-    TensorPlan(module, plan).check_sizes(ranks)
+    try:
+        found = TensorPlan(module, plan)
+        assign_styles(found, sequence_parallel=False)
+    except ValueError as refused:
+        if plan is not None or not find_hugging_face(module):
+            raise
+        try:
+            return TensorPlan(module, derive=ranks)
+        except ValueError as error:
+            raise ValueError(f"{refused}; a plan could not be derived either: {error}") from error
+    found.check_sizes(ranks)
+    return found
 
 
 def _shared_parameters(module: nn.Module) -> list[tuple[str, str]]:
@@ -345,17 +400,22 @@ def _shared_parameters(module: nn.Module) -> list[tuple[str, str]]:
     return shared
 
 
-def _tie_again(module: nn.Module, tied: list[tuple[str, str]]) -> None:
+def _tie_again(module: nn.Module, tied: list[tuple[str, str]], named: Collection[str]) -> None:
     for name, other in tied:
         parameter, own = module.get_parameter(other), module.get_parameter(name)
         assert isinstance(parameter, DTensor) and isinstance(own, DTensor)
         if parameter.placements != own.placements:
-            raise ValueError(
-                f"tensor_parallel_size: {name} and {other} are one parameter, but the plan splits them as "
-                f"{own.placements[0]} and {parameter.placements[0]}: give both the same style"
-            )
-        holder, _, last = name.rpartition(".")
-        module.get_submodule(holder)._parameters[last] = parameter
+            # What the plan does not name may hold a bias for another module. A part of it would fit nothing else.
+            planned = [p for n, p in ((name, own), (other, parameter)) if n.rpartition(".")[0] in named]
+            if own.dim() > 1 or len(planned) != 1:
+                raise ValueError(
+                    f"tensor_parallel_size: {name} and {other} are one parameter, but the plan splits them as "
+                    f"{own.placements[0]} and {parameter.placements[0]}: give both the same style"
+                )
+            parameter = planned[0]
+        for each in (name, other):
+            holder, _, last = each.rpartition(".")
+            module.get_submodule(holder)._parameters[last] = parameter
 
 
 def assign_styles(plan: TensorPlan, sequence_parallel: bool) -> dict[str, TensorStyle]:
@@ -368,6 +428,12 @@ def assign_styles(plan: TensorPlan, sequence_parallel: bool) -> dict[str, Tensor
     Raises:
         ValueError: The layout of a module's input does not fit its style.
     """
+    if sequence_parallel and plan.derived is not None:
+        raise ValueError(
+            f"sequence_parallel=True: how {class_name(plan.model)} is divided was derived from its layers, and what "
+            "they compute between attention and MLP is not known to take each token by itself: set "
+            "sequence_parallel=False"
+        )
     return _Styling(plan, sequence_parallel).collect()
 
 
@@ -384,16 +450,25 @@ class _Styling:
         styles: dict[str, TensorStyle] = {**self._blocks, **self._mixtures}
         for name, style in self._plan.styles.items():
             styles |= self._split(name, self._plan.named[name], style)
+        divided = {".".join(parts[:n]) for parts in (name.split(".") for name in styles) for n in range(len(parts) + 1)}
+        exposed: list[str] = []
         for name, m in self._plan.named.items():
-            if name not in styles and m._parameters and any(p is not None for p in m._parameters.values()):
-                styles[name] = self._unnamed(name, m)
+            if name in styles:
+                continue
+            # A layer may be computed by modules that read the weights of others inside of them.
+            everything = name not in divided and self._plan.in_layers(name) and not _is_in(name, exposed)
+            exposed += [name] if everything else []
+            if any(p is not None for p in (m.parameters() if everything else m._parameters.values())):
+                styles[name] = self._unnamed(name, m, everything)
         styles |= {name: WholeModel(self._stream) for name in self._plan.hosts}
         return {name: styles[name] for name in ("", *self._plan.named) if name in styles}
 
     def _block(self, name: str) -> Block:
-        packing = self._plan.packing(name)
-        stream = self._stream_of(name)
-        return PackedAttention(stream) if packing and packing.first == "qkv_proj" else Block(stream)
+        packing, stream = self._plan.packing(name), self._stream_of(name)
+        if packing and packing.first == "qkv_proj":
+            return Block(stream, _SHARES_OF_PACKED)
+        region = self._plan.regions.get(name)
+        return Block(stream) if region is None else Block(stream, region.shares, _own(region.per_head, name))
 
     def _stream_of(self, name: str) -> Placement:
         """Returns the layout of hidden states outside of the block that contains a module."""
@@ -408,7 +483,7 @@ class _Styling:
         if style in _EXPERTS:
             return {name: Experts()}
         inner = f"{name}.base_layer" if hasattr(m, "base_layer") else name
-        _check_module(inner, _inner_linear(m), style)
+        _check_module(inner, base_layer(m), style)
         main = self._style(name, m, style)
         if inner == name:
             return {name: main}
@@ -420,12 +495,16 @@ class _Styling:
             if block is None and style == "replicated":
                 return self._on_stream(m)
             return Replicated(Replicate() if block and plan.gathers(block) else Partial())
-        if isinstance(_inner_linear(m), nn.Embedding):
+        if isinstance(base_layer(m), nn.Embedding):
             return VocabularyParallel(self._stream)
         packing = plan.packing(block) if block else None
         if style in _ROWWISE:
             return Rowwise(self._stream_of(name), split_input=style == "rowwise_split_input" and packing is None)
         source = None if adapter else self._blocks[block] if block else self._stream_of(name)
+        if plan.derived is not None and plan.head != name:
+            parts = plan.parts(name)
+            source = None if block else source  # proven for this input
+            return Colwise(source) if len(parts) == 1 else PackedColwise(source, parts)
         if packing:
             return PackedColwise(source, packing.parts(plan.blocks[block]))
         if plan.head is not None and f"{name}.".startswith(f"{plan.head}."):
@@ -457,30 +536,39 @@ class _Styling:
                 styles[b] = self._style(name, m, style, adapter=True)
         return styles
 
-    def _unnamed(self, name: str, m: nn.Module) -> Replicated:
-        """Returns the style of a module that the plan does not name. Its parameters stay whole."""
-        block, matrices = self._plan.block_of(name), any(p.dim() > 1 for p in m.parameters(recurse=False))
+    def _unnamed(self, name: str, m: nn.Module, everything: bool) -> Replicated:
+        """Returns the style of a module that the plan does not name, or of everything inside. Parameters stay whole."""
+        block, matrices = self._plan.block_of(name), any(p.dim() > 1 for p in m.parameters(recurse=everything))
+        if block in self._plan.regions:
+            return self._inside(self._plan.regions[block], name, m)
         if block is not None:
             return Replicated(self._gradient_inside(block, name, m, matrices))
         if self._plan.in_experts(name):
-            return Replicated(Partial())  # each rank has its own experts
+            return Replicated(Partial(), everything=everything)  # each rank has its own experts
         if self._plan.in_mixture(name):
-            return Replicated(Replicate())  # routers: every rank computes them for all tokens
+            return Replicated(Replicate(), everything=everything)  # routers: every rank computes them for all tokens
         if self._stream.is_shard() and self._plan.in_layers(name) and matrices:
+            matrix = next(n for n, p in m.named_parameters(prefix=name) if p.dim() > 1).rpartition(".")[0]
             raise ValueError(
-                f"sequence_parallel=True: the plan does not split {name}, which would get only this rank's tokens: set "
-                'sequence_parallel=False, or name it "replicated" in tensor_parallel_plan if it works token by token'
+                f"sequence_parallel=True: the plan does not split {matrix}, which would get only this rank's tokens: "
+                'set sequence_parallel=False, or name it "replicated" in tensor_parallel_plan if it takes single tokens'
             )
-        return self._on_stream(m) if self._plan.in_host(name) else Replicated(Replicate())
+        return self._on_stream(m, everything) if self._plan.in_host(name) else Replicated(Replicate())
 
-    def _on_stream(self, m: nn.Module) -> Replicated:
+    def _inside(self, region: Region, name: str, m: nn.Module) -> Replicated:
+        """Returns the style of a module inside of a derived region."""
+        own = {f"{name}.{parameter}" for parameter in m._parameters}
+        beyond = own <= set(region.beyond)
+        return Replicated(Replicate() if beyond else Partial(), divided=_own(region.per_head, name))
+
+    def _on_stream(self, m: nn.Module, everything: bool = False) -> Replicated:
         """Returns the style of a whole module outside of blocks. An embedding gets the ids of all tokens.
 
         Modules outside of Hugging Face models compute with outputs of these, which are for all tokens.
         """
         if isinstance(m, nn.Embedding):
-            return Replicated(Replicate(), leaves=self._stream)
-        return Replicated(gradient_of_replica(self._stream))
+            return Replicated(Replicate(), leaves=self._stream if self._stream.is_shard() else None)
+        return Replicated(gradient_of_replica(self._stream), everything=everything)
 
     def _gradient_inside(self, block: str, name: str, m: nn.Module, matrices: bool) -> Placement:
         """Returns the layout of the gradient of a replicated parameter in a block."""
@@ -496,12 +584,24 @@ class _Styling:
         )
 
 
+def _own(parameters: Iterable[str], holder: str) -> tuple[str, ...]:
+    """Returns the names in a module of its own parameters among those of the model."""
+    split = (name.rpartition(".") for name in parameters)
+    return tuple(last for path, _, last in split if path == holder)
+
+
 def _check_module(name: str, m: nn.Module, style: str) -> None:
     weight = getattr(m, "weight", None)
-    kinds = (nn.Linear,) if style in _COLWISE else (nn.Linear, nn.Embedding)
-    if style in _REPLICATED or (isinstance(m, kinds) and weight.is_floating_point()):
+    splittable = is_linear(m) or (style not in _COLWISE and _is_table(m))
+    if style in _REPLICATED or (splittable and weight.is_floating_point()):
         return
     raise ValueError(
         f'tensor_parallel_size: {name} is {class_name(m)} of {getattr(weight, "dtype", None)}, but style "{style}" '
-        "splits nn.Linear with floating-point weights only: do not quantise the model, or leave it out of the plan"
+        "splits nn.Linear with floating-point weights only, and nn.Embedding with nothing inside: do not quantise the "
+        "model, or leave it out of the plan"
     )
+
+
+def _is_table(m: nn.Module | None) -> bool:
+    """Whether a module is an embedding of which each rank can have some rows: it has no other weights."""
+    return isinstance(m, nn.Embedding) and len(list(m.parameters())) == 1
