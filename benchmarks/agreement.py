@@ -24,6 +24,7 @@ from lightning_memo.estimate import (
     Estimate,
     EstimateRequest,
     Parallelism,
+    Slices,
     constants_of,
     estimate,
     load_cluster,
@@ -42,6 +43,7 @@ _METHODS: Final[dict[str, dict[str, Any]]] = {
     "selective": {"method": "selective_checkpointing"},
     "memo_alpha_0": {"method": "memo", "alpha": 0.0},
     "memo_alpha_1": {"method": "memo", "alpha": 1.0},
+    "memo_slices_hidden": {"method": "memo"},
 }
 # Longer sequences run in slices, which training chooses once a step has not fitted. Estimates are for given slices.
 _LONGEST: Final = 256 * 1024
@@ -80,7 +82,7 @@ class Comparison:
         """The same numbers of the estimate."""
         answer = self.estimated
         assert answer.step_seconds is not None
-        return answer.step_seconds, answer.device_bytes["total"], answer.host_bytes
+        return answer.step_seconds, answer.device_bytes["total"], answer.host_bytes // self.cell.ranks
 
     @property
     def errors(self) -> tuple[float, float, float]:
@@ -121,30 +123,49 @@ def measured_on_a_gpu() -> list[Comparison]:
     ]
 
 
+def of_ranks() -> list[Comparison]:
+    """Return the rehearsals of one rank of several whose tokens go round a ring, each with its estimate."""
+    return [
+        Comparison(
+            host=host.name,
+            cell=cell,
+            rehearsed=result,
+            estimated=estimate(
+                _request(cell, result["simulated"], device="h100"), Parallelism(cp=cell.ranks, zero_stage=3)
+            ),
+        )
+        for host in sorted((_RESULTS / "rehearsed_ranks").iterdir())
+        for result in load_all(host / "nvidia_h100_simulated")
+        if (cell := Cell(**result["cell"])).context == "ring" and cell.method in _METHODS
+    ]
+
+
 def _estimate(cell: Cell, machine: dict[str, float]) -> Estimate:
     return estimate(_request(cell, machine), Parallelism())
 
 
-def _request(cell: Cell, machine: dict[str, float]) -> EstimateRequest:
-    shape, cluster = load_model(cell.model), load_cluster(_CLUSTER)
+def _request(cell: Cell, machine: dict[str, float], device: str = _CLUSTER) -> EstimateRequest:
+    shape, cluster = load_model(cell.model), load_cluster(device)
     if cell.tuning == "lora":
         shape = replace(shape, adapters=adapters_of(_LORA))
-    constants = replace(constants_of(_CLUSTER), device_share=1.0, host_share=_USABLE_HOST)
+    constants = replace(constants_of(device), device_share=1.0, host_share=_USABLE_HOST)
     if cell.attention == "sdpa":  # FlashAttention 2; the constants are cuDNN's
         constants = replace(
             constants,
             attention_forward_efficiency=machine["flash_forward"] / cluster.peak_flops,
             attention_backward_efficiency=machine["flash_backward"] / cluster.peak_flops,
         )
-    device_bytes = parse_bytes(described(_CLUSTER)["device_bytes"])
+    device_bytes = parse_bytes(described(device)["device_bytes"])
+    slices = Slices(tokens=cell.slice_tokens, stream_from_host="hidden")
     return EstimateRequest(
         shape=shape,
         cluster=replace(cluster, device_bytes=device_bytes, host_bytes=int(machine["host_bytes"])),
         constants=constants,
-        gpus=1,
+        gpus=cell.ranks,
         seq_len=cell.tokens,
         batch_size=1,
-        precision="bf16-true",
+        precision=cell.precision,  # type: ignore[arg-type]
+        slices=slices if cell.method == "memo_slices_hidden" else None,
         **_METHODS[cell.method],
     )
 
@@ -153,11 +174,11 @@ def main() -> int:
     """Writes the section of the page, or compares it."""
     return write_or_check(
         "agreement", __doc__, ROOT / "docs" / "estimate.md",
-        lambda: section(comparisons(), comparisons("rehearsed_further")),
+        lambda: section(comparisons(), comparisons("rehearsed_further"), of_ranks()),
     )  # fmt: skip
 
 
-def section(found: Sequence[Comparison], further: Sequence[Comparison]) -> str:
+def section(found: Sequence[Comparison], further: Sequence[Comparison], ranks: Sequence[Comparison]) -> str:
     """Returns the table of the largest errors, and how often the estimate is wrong about whether training fits."""
     sets = {
         f"{_SHOWN[method]}, {model}, {tuning}": [
@@ -170,11 +191,13 @@ def section(found: Sequence[Comparison], further: Sequence[Comparison]) -> str:
         c for c in further if "llama" in c.cell.model
     ]
     sets["run afterwards: Qwen3 8B"] = [c for c in further if "llama" not in c.cell.model]
+    sets["Memo, llama3_8b, full, bf16-mixed, 1M tokens, one of eight ranks on H100"] = list(ranks)
     head = ["rehearsals", "number", "time", "device memory", "host memory"]
-    wrong = sum((c.estimated.status == "ok") != c.fits for c in (*found, *further))
+    every = (*found, *further, *ranks)
+    wrong = sum((c.estimated.status == "ok") != c.fits for c in every)
     return (
         f"{table(head, [[name, *_largest(members)] for name, members in sets.items()])}\n\n"
-        f"Whether training fits is estimated wrongly in {wrong} of all {len(found) + len(further)} rehearsals."
+        f"Whether training fits is estimated wrongly in {wrong} of all {len(every)} rehearsals."
     )
 
 

@@ -1,17 +1,18 @@
-"""Compares estimates with runs on Hopper, and generates the section of docs/estimate_calibration.md.
+"""Compares estimates and rehearsals with runs on Hopper, and generates the section of docs/estimate_calibration.md.
 
     python benchmarks/anchors.py
     python benchmarks/anchors.py --check   exits with status 1 if the page is out of date
 
 Steps of this project were measured on an H200 (benchmarks/results/gpu). Other programs ran what is published: what
-differs from the estimate is named beside each number.
+differs from the estimate is named beside each number. Rehearsals of these programs are those of trl_long_context.py.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import agreement
 from cells.methods import METHODS
@@ -32,6 +33,8 @@ from lightning_memo.utils.units import format_bytes
 
 ROOT: Final = Path(__file__).parents[1]
 _CLUSTER: Final = "h100"
+_PULL_REQUEST: Final = "example of TRL's pull request 6845"
+_REHEARSED: Final = ROOT / "benchmarks" / "results" / "rehearsed_published"
 _CHECKPOINTS: Final = {"activations"}
 _STATE: Final = {"parameters", "gradients", "optimizer"}
 _TIMES: Final = (
@@ -44,16 +47,22 @@ _TIMES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Anchor:
-    """A number of a published run, and the same number of the estimate."""
+    """A number of a published run, the same number of the estimate, and that of the program on a simulated rank."""
 
     what: str
     published: float
     told: float
+    rehearsed: float
 
     @property
     def error(self) -> float:
         """Error of the estimate in percent of the published number."""
         return 100 * (self.told - self.published) / self.published
+
+    @property
+    def rehearsed_error(self) -> float:
+        """Error of the rehearsal in percent of the published number."""
+        return 100 * (self.rehearsed - self.published) / self.published
 
 
 def anchors(constants: str = _CLUSTER) -> list[Anchor]:
@@ -62,25 +71,39 @@ def anchors(constants: str = _CLUSTER) -> list[Anchor]:
     Args:
         constants: Cluster whose constants are used, so that those of the A800 can be compared.
     """
-    dense, mixture = (_trl(model, constants) for model in ("qwen3_8b", "qwen3_30b_a3b"))
-    assert dense.step_seconds is not None and mixture.step_seconds is not None
-    notes, example = (
-        "seconds of a step, TRL 1.13's release notes",
-        "seconds of a step, example of TRL's pull request 6845",
+    rows = (
+        ("qwen3_8b", "Qwen3-8B", {"TRL 1.13's release notes": 380.0, _PULL_REQUEST: 364.0}, 56.2, _CHECKPOINTS),
+        ("qwen3_30b_a3b", "Qwen3-30B-A3B", {_PULL_REQUEST: 483.0}, 46.0, _CHECKPOINTS | _STATE),
+        ("qwen3_32b", "Qwen3-32B", {_PULL_REQUEST: 1295.0}, 60.8, _CHECKPOINTS | _STATE),
     )
-    return [
-        Anchor(what=f"Qwen3-8B, {notes}", published=380.0, told=dense.step_seconds),
-        Anchor(what=f"Qwen3-8B, {example}", published=364.0, told=dense.step_seconds),
-        Anchor(
-            what="Qwen3-8B, GB of a device, without checkpoints", published=56.2, told=_gigabytes(dense, _CHECKPOINTS)
-        ),
-        Anchor(what=f"Qwen3-30B-A3B, {example}", published=483.0, told=mixture.step_seconds),
-        Anchor(
-            what="Qwen3-30B-A3B, GB of a device, without checkpoints and model state",
-            published=46.0,
-            told=_gigabytes(mixture, _CHECKPOINTS | _STATE),
-        ),
-    ]
+    found = []
+    for model, name, seconds, gigabytes, on_host in rows:
+        answer, result = _trl(model, constants), _rehearsed(model, offloaded=on_host >= _STATE)
+        assert answer.step_seconds is not None
+        found += [
+            Anchor(
+                what=f"{name}, seconds of a step, {source}",
+                published=published,
+                told=answer.step_seconds,
+                rehearsed=result["seconds"][-1],
+            )
+            for source, published in seconds.items()
+        ]
+        without = "checkpoints and model state" if on_host >= _STATE else "checkpoints"
+        found.append(
+            Anchor(
+                what=f"{name}, GB of a device, without {without}",
+                published=gigabytes,
+                told=_gigabytes(answer, on_host),
+                rehearsed=result["memory"]["peak_allocated_bytes"] / 1e9,
+            )
+        )
+    return found
+
+
+def _rehearsed(model: str, offloaded: bool) -> dict[str, Any]:
+    name = f"{model}-{2**20}{'-offload' if offloaded else ''}.json"
+    return json.loads((_REHEARSED / name).read_text(encoding="utf-8"))  # type: ignore[no-any-return]
 
 
 def _gigabytes(answer: Estimate, on_host: set[str]) -> float:
@@ -112,10 +135,18 @@ def section() -> str:
         for name, _, origin in (line.partition(": ") for line in constants.measurements)
     ]
     rows = [
-        [new.what, f"{new.published:.1f}", f"{new.told:.1f}", f"{new.error:+.1f} %", f"{old.error:+.1f} %"]
+        [
+            new.what,
+            *(f"{number:.1f}" for number in (new.published, new.rehearsed)),
+            f"{new.rehearsed_error:+.1f} %",
+            f"{new.told:.1f}",
+            *(f"{error:+.1f} %" for error in (new.error, old.error)),
+        ]
         for new, old in zip(anchors(), anchors("a800"), strict=True)
     ]
-    head = ["1,048,576 tokens, 8 H100", "published", "estimate", "error", "error with the A800's rates"]
+    head = [
+        "1,048,576 tokens, 8 H100", "published", "rehearsed", "error", "estimate", "error", "error with A800's rates",
+    ]  # fmt: skip
     lines = ["| constant | value | origin |", "| --- | --: | --- |", *(f"| {' | '.join(row)} |" for row in origins)]
     return "\n\n".join(["\n".join(lines), _beside_measured(), table(head, rows)])
 

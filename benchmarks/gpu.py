@@ -5,6 +5,7 @@
     python benchmarks/gpu.py --plan important --budget 560
     python benchmarks/gpu.py --plan longest --models llama3_8b --tuning lora --lengths 32K 1M --multiple-of 32K
     python benchmarks/gpu.py --plan smoke
+    python benchmarks/rehearse.py --ranks 8 benchmarks/gpu.py --models llama3_8b --lengths 1M --context ulysses
 
 Each cell, a method at a length, is measured in its own process and saved in a JSON file. Finished cells are not
 measured again: if a run was killed or used up its budget, the same command continues it. A method whose package is
@@ -15,6 +16,7 @@ measurements and files; benchmarks/performance.py generates docs/performance.md 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -32,6 +34,7 @@ from lightning_memo.estimate.cluster import preset_names
 
 _RESULTS = Path(__file__).parent / "results" / "gpu"
 _TRIED = Path("outputs") / "benchmarks"
+_RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 _LENGTHS = [2**n for n in (12, 14, 16, 17, 18)]
 
 
@@ -73,6 +76,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--loss", choices=("chunked", "whole"), default="chunked", help="not for ALST")
     parser.add_argument("--allocator", choices=("native", "expandable_segments"), default="native")
     parser.add_argument("--slice-tokens", type=token_count, default=16384, help="of methods with many slices")
+    parser.add_argument("--precision", choices=("bf16-true", "bf16-mixed"), default="bf16-true")
+    parser.add_argument("--context", choices=("ring", "ulysses"), default="ring", help="how the ranks of a rehearsal "
+                        "divide a sequence")  # fmt: skip
     for name, kind, what in (
         ("warmup", int, "untimed steps"), ("repeats", int, "timed steps"),
         ("time-limit", float, "seconds of a cell"), ("settle", float, "seconds that planning may take"),
@@ -113,7 +119,7 @@ def _bases(options: argparse.Namespace) -> Iterator[Cell]:
             yield Cell(
                 method="", tokens=0, model=model, layers=options.layers, tuning=tuning, device=options.device,
                 attention=options.attention, loss=options.loss, allocator=options.allocator,
-                slice_tokens=options.slice_tokens,
+                slice_tokens=options.slice_tokens, ranks=_RANKS, context=options.context, precision=options.precision,
             )  # fmt: skip
 
 

@@ -2,9 +2,15 @@
 
     .cuda/venv/bin/python benchmarks/rehearse.py --host-memory 128GiB train.py ARGUMENTS...
     .cuda/venv/bin/python benchmarks/rehearse.py benchmarks/gpu.py --models llama3_8b --lengths 64K --output FOLDER
+    .cuda/venv/bin/python benchmarks/rehearse.py --device h100 --ranks 8 --network nvlink train.py ARGUMENTS...
 
 The program, PyTorch and its allocators are real and unmodified. Operations on large tensors are not computed: they take
 the time that a model of the device says. So memory is that of a GPU, times are simulated, and losses have no meaning.
+
+With `--ranks`, the program is the first of so many processes, as if torchrun had started them on a host. The others are
+not there, and are taken to do the same: collectives take the time of the network, and return what this rank gives. All
+share the memory of the host and its bandwidth.
+
 `make test-cuda` installs what it needs. benchmarks/rehearsal/ describes the devices; docs/benchmarks.md says what is
 not simulated.
 """
@@ -22,6 +28,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from lightning_memo.estimate.cluster import load_cluster
 from lightning_memo.utils.units import parse_bytes
 
 DEVICES = Path(__file__).parent / "rehearsal"
@@ -35,7 +42,10 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
-    environment = {**os.environ, **simulated(options.device, options.host_memory, dict(options.set))}
+    numbers = dict(options.set)
+    if options.ranks > 1:
+        numbers = {**_shared(options.device, options.network, options.ranks), **numbers}
+    environment = {**os.environ, **simulated(options.device, options.host_memory, numbers), **_one_of(options.ranks)}
     command = [sys.executable, options.program, *options.arguments]
     os.execve(sys.executable, command, environment)
 
@@ -57,6 +67,24 @@ def simulated(device: str, host_bytes: int, changes: dict[str, float]) -> dict[s
         "EMULATED_CUDA_MACHINE": json.dumps({**numbers, **changes, "host_bytes": host_bytes}),
         "OMP_NUM_THREADS": "1",
     }
+
+
+def _shared(device: str, network: str, ranks: int) -> dict[str, float]:
+    """Return the numbers of a device among several of a host: of its links, and its share of the host's bandwidth."""
+    content, cluster = described(device), load_cluster(device)
+    share = cluster.host_bandwidth_of(ranks) / cluster.host_bandwidth_of(1)
+    copies = {name: share * float(content["numbers"][name]) for name in ("to_device", "to_host")}
+    links = {name: float(value) for name, value in content["networks"][network].items()}
+    return {**links, **copies, "ranks": ranks}
+
+
+def _one_of(ranks: int) -> dict[str, str]:
+    """Return the environment variables by which torchrun tells the first of several processes on a host who it is."""
+    if ranks == 1:
+        return {}
+    named = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "rehearsal"}
+    return {**{name: str(value) for name, value in named.items()}, **address, "EMULATED_CUDA_DEVICES": str(ranks)}
 
 
 def described(device: str) -> Any:
@@ -90,10 +118,17 @@ def _options() -> argparse.Namespace:
                         help="memory of the host that can be locked (default: 128GiB)")  # fmt: skip
     parser.add_argument("--set", type=_change, action="append", default=[], metavar="NAME=VALUE",
                         help="a number of the device, for example cudnn_forward=681e12")  # fmt: skip
+    parser.add_argument("--ranks", type=int, default=1, help="processes, of which the first one runs (default: 1)")
+    parser.add_argument("--network", choices=("nvlink",), default="nvlink", help="links between the ranks")
     parser.add_argument("program", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
     options = parser.parse_args()
+    most = load_cluster(options.device).devices_per_node
+    if not 1 <= options.ranks <= most:
+        parser.error(f"argument --ranks: {options.ranks}: give 1 to {most}, the devices that {options.network} links")
     known = [*described(options.device)["numbers"], "host_scale", "queue_length"]
+    if options.ranks > 1:
+        known += described(options.device)["networks"][options.network]
     for name, _ in options.set:
         if name not in known:
             parser.error(f"argument --set: {options.device} has no number {name!r}: give one of {', '.join(known)}")

@@ -84,3 +84,17 @@ for options in "memo_auto" "--allocator expandable_segments"; do
     cells rehearsed_memory h200 128GiB $memory $options --tuning lora --lengths 64K 128K 256K 320K
     cells rehearsed_memory h200 128GiB $memory $options --tuning full --lengths 64K
 done
+
+# One rank of eight. The last commands run TRL's trainer, of the release that the published runs are of.
+for options in "memo_alpha_0" "memo_auto_unplanned" "memo_auto_unplanned --allocator expandable_segments" \
+    "memo_auto_unplanned --context ulysses" "memo_slices" "memo_slices_hidden"; do
+    OMP_NUM_THREADS=1 "$python" benchmarks/rehearse.py --device h100 --ranks 8 --host-memory 1536GiB benchmarks/gpu.py \
+        --attention cudnn --warmup 1 --repeats 1 --settle 1 --models llama3_8b --lengths 1M --precision bf16-mixed \
+        --slice-tokens 64K --output "$results/rehearsed_ranks/1536GiB" --methods $options
+done
+trl=$(mktemp -d)
+"$python" -m pip install --quiet --no-deps --target "$trl" trl==1.13.0
+for options in "qwen3_8b" "qwen3_30b_a3b --offload" "qwen3_32b --offload"; do
+    OMP_NUM_THREADS=1 PYTHONPATH=$trl "$python" benchmarks/rehearse.py --device h100 --ranks 8 --host-memory 2TiB \
+        benchmarks/trl_long_context.py --tokens 1M --output "$results/rehearsed_published" --model $options
+done

@@ -31,6 +31,10 @@ class Cell:
         loss: "chunked" never holds the logits of all tokens; "whole" is Hugging Face's loss.
         allocator: PyTorch's setting for device memory, "native" or "expandable_segments".
         slice_tokens: Longest slice of the methods that use many slices.
+        ranks: Number of processes that divide the sequence, and the weights, their gradients and the optimizer's state
+            (ZeRO 3).
+        context: How they divide the sequence, "ring" or "ulysses".
+        precision: Lightning's name; "bf16-mixed" keeps weights in fp32.
     """
 
     method: str
@@ -43,19 +47,24 @@ class Cell:
     loss: str = "chunked"
     allocator: str = "native"
     slice_tokens: int = 16384
+    ranks: int = 1
+    context: str = "ring"
+    precision: str = "bf16-true"
 
     @property
     def group(self) -> str:
         """Name that cells have in common if they are compared at each length."""
         layers = "all" if self.layers is None else self.layers
-        usual = {"attention": "sdpa", "loss": "chunked", "allocator": "native"}
+        usual = {"attention": "sdpa", "loss": "chunked", "allocator": "native", "precision": "bf16-true"}
         special = [f"-{getattr(self, name)}" for name, value in usual.items() if getattr(self, name) != value]
+        if self.ranks > 1:
+            special.append(f"-{self.context}{self.ranks}")
         return f"{self.model}-{layers}-{self.tuning}{''.join(special)}"
 
     @property
     def path(self) -> Path:
         """Path of the file within the folder of a device."""
-        slices = f"-{self.slice_tokens}" if self.method == "memo_slices" else ""
+        slices = f"-{self.slice_tokens}" if self.method.startswith("memo_slices") else ""
         return Path(self.group) / f"{self.tokens:08d}-{self.method}{slices}.json"
 
 

@@ -43,7 +43,10 @@ class Method:
             return "auto"
         slices = {"slice_tokens": cell.slice_tokens} if self.sliced else {}
         whole = {"loss_chunk_tokens": None} if cell.loss == "whole" else {}
-        return MemoStrategy(attention=cell.attention, **self.settings, **slices, **whole)
+        divided = {"context_parallel_size": cell.ranks, "zero_stage": 3} if cell.ranks > 1 else {}
+        if cell.ranks > 1 and cell.context == "ulysses":
+            divided["ulysses_size"] = cell.ranks
+        return MemoStrategy(attention=cell.attention, **self.settings, **slices, **whole, **divided)
 
 
 def _with_liger(label: str, attach: peers.Attach) -> Method:
@@ -83,6 +86,7 @@ METHODS: Final = {
     "memo_auto": _memo("Memo auto, memory planned", plan_memory=True),
     "memo_kinds": _memo("Memo by kinds"),  # of earlier results; it is "memo_auto_unplanned" now
     "memo_slices": _memo("Memo, many slices", sliced=True),
+    "memo_slices_hidden": _memo("Memo, many slices, hidden states on the host", sliced=True, stream_from_host="hidden"),
     "memo_slice_schedule": _memo("Memo, slice by slice", sliced=True, stream_from_host="model"),
 }
 

@@ -27,7 +27,18 @@ LIGER: Final = tuple(
     for method in ("plain", "checkpointing", "selective", "selective_products", "checkpointing_async_offload")
 )
 ALL: Final = tuple(
-    dict.fromkeys((*MAIN, *ALST, *LIGER, *ALPHAS, "memo_auto_without_triton", "memo_slices", "memo_slice_schedule"))
+    dict.fromkeys(
+        (
+            *MAIN,
+            *ALST,
+            *LIGER,
+            *ALPHAS,
+            "memo_auto_without_triton",
+            "memo_slices",
+            "memo_slices_hidden",
+            "memo_slice_schedule",
+        )
+    )
 )
 BOUND_LAYERS: Final = (1, 2)
 """Numbers of layers with which plain training fits; the difference is the least time of one layer."""

@@ -72,14 +72,14 @@ def train(cell: Cell, effort: Effort, tell: Callable[[Result], None]) -> Result:
 
         steps = Steps(
             effort,
-            planned=lambda: _planned(trainer.strategy, cell.tokens),
+            planned=lambda: _planned(trainer.strategy, cell.tokens // cell.ranks),
             settled=lambda: _settled(trainer.strategy),
             memory=lambda: _memory_state(trainer.strategy),
             tell=keep,
         )
         trainer = pl.Trainer(
-            **QUIET, strategy=method.strategy(cell), callbacks=[steps], default_root_dir=folder, devices=1,
-            accelerator="gpu" if device.type == "cuda" else "cpu", precision="bf16-true",
+            **QUIET, strategy=method.strategy(cell), callbacks=[steps], default_root_dir=folder,
+            devices=cell.ranks, accelerator="gpu" if device.type == "cuda" else "cpu", precision=cell.precision,
         )  # fmt: skip
         trainer.fit(module, DataLoader(_batches(cell, effort, device, steps.most), batch_size=None))
         return known
@@ -164,7 +164,7 @@ def _same_kernel(cell: Cell, method: Method) -> AbstractContextManager[None]:
 
 
 def _planned(strategy: Any, tokens: int) -> bool:
-    """Returns whether a step of this many tokens runs by the plan, or is profiled, or runs by another one before it."""
+    """Returns whether a step runs by the plan of this many tokens of a process, and not by one before it."""
     if not hasattr(strategy, "plan"):
         return True
     return bool(strategy.follows_plan and strategy.plan.costs.tokens >= tokens)
@@ -196,8 +196,8 @@ def _result(module: CellModule, steps: Steps, peak: Peak | None, device: torch.d
         "tokens_per_second": cell.tokens / seconds if seconds else None,
         "flops": asdict(flops),
         "peak": None if peak is None else asdict(peak),
-        "mfu": share(flops.model, seconds, peak),
-        "hfu": share(flops.hardware, seconds, peak),
+        "mfu": share(flops.model, seconds, peak, cell.ranks),
+        "hfu": share(flops.hardware, seconds, peak, cell.ranks),
         "parameters": weights,
         "trained_parameters": trained,
         "memory": {
@@ -225,8 +225,8 @@ def _plan(strategy: Any, swap: Any) -> Result:
     }
 
 
-def share(flops: float | None, seconds: float | None, peak: Peak | None) -> float | None:
-    """Returns the share of the peak, or `None` if a value is unknown."""
+def share(flops: float | None, seconds: float | None, peak: Peak | None, devices: int) -> float | None:
+    """Returns the share of the peak of some devices, or `None` if a value is unknown."""
     if flops is None or seconds is None or peak is None:
         return None
-    return flops / seconds / peak.flops
+    return flops / seconds / peak.flops / devices

@@ -1,7 +1,8 @@
 """Simulated time of the emulated device: what a step takes on a GPU that is not there.
 
 It begins with `import torch` if `EMULATED_CUDA_SIMULATE` is 1. `EMULATED_CUDA_MACHINE` describes the machine: JSON with
-the numbers of `Machine` in `csrc/device/simulation.h` by name, and `host_bytes`, the memory of the host.
+the numbers of `Machine` in `csrc/device/simulation.h` by name, among them `host_bytes`, the memory of the host, and
+`ranks`: this process is then one of as many on this host, of which no other is there, and which all do the same.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from importlib import import_module
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
@@ -25,7 +27,7 @@ COMPUTE = (
     "gemm_half", "gemm_tf32", "gemm_fp32", "gemm_fp64", "gemm_fp8", "flash_forward", "flash_backward", "cudnn_forward",
     "cudnn_backward", "efficient_forward", "efficient_backward",
 )  # fmt: skip
-KINDS = (*COMPUTE, "memory", "to_device", "to_host", "pageable", "pause", "wait")
+KINDS = (*COMPUTE, "memory", "to_device", "to_host", "pageable", "network", "pause", "wait")
 
 _MAP_NORESERVE = 0x4000  # of Linux; the module has it since Python 3.13
 
@@ -57,8 +59,11 @@ def start() -> None:
     time.perf_counter = now
     time.perf_counter_ns = lambda: int(now() * 1e9)
     _follow_threads()
+    ranks = int(machine.get("ranks", 1))
     if "host_bytes" in machine:
-        _show_host_memory(int(machine["host_bytes"]))
+        _show_host_memory(int(machine["host_bytes"]), ranks)
+    if ranks > 1:
+        _be_one_rank()
 
 
 def _follow_threads() -> None:
@@ -99,14 +104,33 @@ def _follow_threads() -> None:
     Thread.join = join_in_time  # type: ignore[method-assign]
 
 
-def _show_host_memory(size_bytes: int) -> None:
-    """Make /proc/meminfo, as `pathlib` reads it, that of a host of this size, less what is locked."""
+def _be_one_rank() -> None:
+    """Let process groups form without the other ranks. NCCL's communicators do so in `csrc/nccl`."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    def store(*args: Any, **settings: Any) -> dist.Store:
+        return dist.HashStore()
+
+    import_module("torch.distributed.rendezvous").TCPStore = store  # type: ignore[attr-defined]
+    initialize = distributed_c10d.init_process_group
+
+    def initialize_alone(backend: str | None = None, *args: Any, **settings: Any) -> None:
+        # With a device, groups are made by splitting communicators, whose members only the other ranks' answers tell.
+        # Collectives of the host's tensors, for which gloo would wait for the other ranks, are errors.
+        initialize("cuda:nccl" if "nccl" in (backend or "") else backend, *args, **{**settings, "device_id": None})
+
+    dist.init_process_group = distributed_c10d.init_process_group = initialize_alone
+
+
+def _show_host_memory(size_bytes: int, ranks: int) -> None:
+    """Make /proc/meminfo, as `pathlib` reads it, that of a host of this size, less what the ranks have locked."""
     read_text = Path.read_text
 
     def read(path: Path, *arguments: Any, **settings: Any) -> str:
         if path != Path("/proc/meminfo"):
             return read_text(path, *arguments, **settings)
-        left = size_bytes - emulated_device.count("pinned_bytes")
+        left = size_bytes - ranks * emulated_device.count("pinned_bytes")
         return f"MemTotal: {size_bytes >> 10} kB\nMemAvailable: {left >> 10} kB\n"
 
     Path.read_text = read  # type: ignore[method-assign]

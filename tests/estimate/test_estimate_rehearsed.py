@@ -56,6 +56,16 @@ def test_rehearsals_that_the_estimate_was_not_compared_with_before_agree(agreeme
     assert all((c.estimated.status == "ok") == c.fits for c in further)
 
 
+def test_one_rank_of_eight_agrees(agreement: Any) -> None:
+    """The one that does not fit fails by the allocator's fragments, and fits with expandable segments."""
+    ranks = agreement.of_ranks()
+    fitting = [c for c in ranks if c.fits]
+    assert {(c.cell.ranks, c.cell.tokens) for c in fitting} == {(8, 2**20)} and len(fitting) >= 3
+    assert all(abs(time) < 3 and abs(device) < 7 for time, device, _ in (c.errors for c in fitting))
+    (other,) = (c.cell.method for c in ranks if not c.fits)
+    assert (other, "expandable_segments") in [(c.cell.method, c.cell.allocator) for c in fitting]
+
+
 def _check(comparisons: list[Any]) -> None:
     found = {(c.host, c.cell.model, c.cell.tuning, c.cell.tokens, c.cell.method): c.errors for c in comparisons}
     wrong = {

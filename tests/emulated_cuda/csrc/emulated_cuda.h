@@ -15,6 +15,7 @@ enum EmulatedKind : int32_t {
   emulated_to_device,
   emulated_to_host,
   emulated_pageable,  // copies of memory of the host that is not locked
+  emulated_network,   // messages to and from other devices; bytes: in the direction with more
   emulated_pause,   // for a given time
   emulated_wait,    // of the host
 };
@@ -41,6 +42,10 @@ int emulated_cuda_poisons();
 
 /// Whether time is simulated: operations on large tensors are not computed.
 int emulated_cuda_simulates();
+/// In simulated time: the number of ranks of which this process is one.
+int emulated_cuda_ranks();
+/// Whether the next copies of this thread move values whatever their size: those of integers, which decide what is computed.
+void emulated_cuda_copy_values(int always);
 /// Enter and leave the emulator: the processor time of a thread outside of it is the host's time.
 void emulated_cuda_enter();
 void emulated_cuda_leave();

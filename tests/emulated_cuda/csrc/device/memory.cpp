@@ -30,7 +30,7 @@ void Memory::use(int device, long long size) {
 bool Memory::pin(uintptr_t begin, size_t size) {
   if (settings().simulated) {
     Inside inside;
-    if (static_cast<double>(pinned_bytes) + static_cast<double>(size) > machine().host_bytes) return false;
+    if (machine().ranks * static_cast<double>(pinned_bytes + size) > machine().host_bytes) return false;
     spend_host_time(static_cast<double>(size) / machine().lock);
   }
   pinned[begin] = size;

@@ -12,7 +12,7 @@
 namespace emulated {
 namespace {
 
-/// What does one operation at a time: the multiprocessors, and the copy engine of each direction. An operation may begin in a gap
+/// What does one operation at a time: the multiprocessors, the copy engine of each direction, and the links to other devices. An operation may begin in a gap
 /// before others that were launched earlier.
 class Unit {
  public:
@@ -46,7 +46,7 @@ class Unit {
 };
 
 struct Units {
-  Unit multiprocessors, to_device, to_host;
+  Unit multiprocessors, to_device, to_host, network;
 };
 
 struct Simulation {
@@ -107,13 +107,19 @@ double seconds_of(const EmulatedCost& cost) {
     case emulated_to_device: return m.copy_latency + cost.bytes / m.to_device;
     case emulated_to_host: return m.copy_latency + cost.bytes / m.to_host;
     case emulated_pageable: return m.copy_latency + cost.bytes / m.pageable;
+    case emulated_network: return m.network_latency + cost.bytes / m.network;
     default: return m.kernel_latency + std::max(cost.flops / compute_rate(cost.kind), cost.bytes / m.hbm);
   }
 }
 
 Unit& unit_of(const Stream& stream, EmulatedKind kind) {
   Units& units = simulation().devices[static_cast<size_t>(stream.device)];
-  return kind == emulated_to_device ? units.to_device : kind == emulated_to_host ? units.to_host : units.multiprocessors;
+  switch (kind) {
+    case emulated_to_device: return units.to_device;
+    case emulated_to_host: return units.to_host;
+    case emulated_network: return units.network;
+    default: return units.multiprocessors;
+  }
 }
 
 }  // namespace
@@ -124,6 +130,10 @@ Machine& machine() {
 }
 
 double host_time() { return *clock_of_thread().time; }
+double observed_time() {
+  const std::atomic_ref<double> program(simulation().program_time);
+  return std::max(host_time(), program.load());
+}
 void spend_host_time(double seconds) { *clock_of_thread().time += seconds; }
 
 void host_until(double time, const char* name) {
@@ -184,6 +194,7 @@ using namespace emulated;
 extern "C" {
 
 int emulated_cuda_simulates() { return settings().simulated; }
+int emulated_cuda_ranks() { return static_cast<int>(machine().ranks); }
 
 void emulated_cuda_enter() {
   if (!settings().simulated) return;
@@ -211,8 +222,9 @@ void emulated_cuda_wait_until(double time) {
 int emulated_cuda_set_machine(const char* name, double value) {
   static const std::map<std::string, double Machine::*> fields = {
 #define FIELD(name) {#name, &Machine::name},
-      EMULATED_COMPUTE(FIELD) FIELD(hbm) FIELD(to_device) FIELD(to_host) FIELD(pageable) FIELD(lock) FIELD(kernel_latency)
-      FIELD(copy_latency) FIELD(launch) FIELD(query) FIELD(allocate) FIELD(host_scale) FIELD(host_bytes) FIELD(queue_length)
+      EMULATED_COMPUTE(FIELD) FIELD(hbm) FIELD(to_device) FIELD(to_host) FIELD(pageable) FIELD(lock) FIELD(network)
+      FIELD(network_latency) FIELD(kernel_latency) FIELD(copy_latency) FIELD(launch) FIELD(query) FIELD(allocate)
+      FIELD(host_scale) FIELD(host_bytes) FIELD(ranks) FIELD(queue_length)
 #undef FIELD
   };
   const auto found = fields.find(name);

@@ -13,9 +13,11 @@ struct Machine {
   EMULATED_COMPUTE(RATE)
 #undef RATE
   double hbm = 0, to_device = 0, to_host = 0, pageable = 0, lock = 0;
+  double network = 0, network_latency = 0;  // of a device to the others, in each direction; of a collective
   double kernel_latency = 0, copy_latency = 0, launch = 0, query = 0, allocate = 0;
   double host_scale = 1;       // of measured processor time
   double host_bytes = 1e18;    // that can be locked
+  double ranks = 1;            // of which this process is one; each locks as much memory of the host
   double queue_length = 1024;  // of a stream, in operations
 };
 Machine& machine();
@@ -36,6 +38,8 @@ struct Inside {
 
 void simulate(Stream& stream, const char* name, EmulatedCost cost);
 double host_time();
+/// The time of this thread, or the program's if that is later: for threads that look whether operations have ended.
+double observed_time();
 void spend_host_time(double seconds);
 /// The host waits.
 void host_until(double time, const char* name);

@@ -30,6 +30,7 @@ Event* event_of(cudaEvent_t handle) { return reinterpret_cast<Event*>(handle); }
 
 /// In simulated time, no more bytes are copied.
 constexpr size_t simulated_pageable_bytes = size_t{16} << 20, simulated_bytes = size_t{256} << 10;
+thread_local bool copies_values = false;  // all the same
 
 EmulatedCost cost_of_copy(Where to, Where from, size_t size) {
   const auto bytes = static_cast<double>(size);
@@ -53,7 +54,7 @@ cudaError_t copy(const void* to, const void* from, size_t size, cudaStream_t han
   Stream* stream = stream_of(handle);
   if (settings().simulated) {
     simulate(*stream, pageable ? "copy of pageable memory" : "copy", cost);
-    if (size > (pageable ? simulated_pageable_bytes : simulated_bytes)) move = [] {};
+    if (!copies_values && size > (pageable ? simulated_pageable_bytes : simulated_bytes)) move = [] {};
   }
   stream->add(Work::copy, std::move(move));
   if (host_waits || pageable) {
@@ -165,6 +166,7 @@ void emulated_cuda_launch(void* handle, void (*run)(void*), void* argument, cons
   stream->add(Work::kernel, [=] { run(argument); });
   if (settings().blocking) stream->wait();
 }
+void emulated_cuda_copy_values(int always) { copies_values = always != 0; }
 void emulated_cuda_wait(void* stream) { stream_of(static_cast<cudaStream_t>(stream))->wait(); }
 
 // ---- copies
@@ -275,7 +277,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   if (settings().simulated) {
     Inside inside;
     spend_host_time(machine().query);
-    return moment == nullptr || moment->simulated_time <= host_time() ? cudaSuccess : cudaErrorNotReady;
+    return moment == nullptr || moment->simulated_time <= observed_time() ? cudaSuccess : cudaErrorNotReady;
   }
   return moment == nullptr || moment->done.load() != 0 ? cudaSuccess : cudaErrorNotReady;
 }

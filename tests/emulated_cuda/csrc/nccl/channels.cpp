@@ -9,6 +9,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
+#include <map>
 #include <set>
 #include <thread>
 #include <tuple>
@@ -109,6 +111,26 @@ void run_transfers(std::vector<Transfer>& transfers) {
     if (moved) attempts = 0;
     else back_off(attempts);
   }
+}
+
+bool mirror(const std::vector<Transfer>& transfers) {
+  using Messages = std::tuple<Communicator*, uint32_t, int>;
+  std::map<Messages, std::deque<const Transfer*>> sent;
+  for (const Transfer& t : transfers)
+    if (t.sends) sent[{t.communicator, t.operation, t.peer}].push_back(&t);
+  for (const Transfer& t : transfers) {
+    if (t.sends) continue;
+    const void* from = t.alike;
+    if (from == nullptr) {
+      const Communicator* c = t.communicator;
+      auto& messages = sent[{t.communicator, t.operation, (2 * c->rank - t.peer + c->ranks) % c->ranks}];
+      if (messages.empty() || messages.front()->size != t.size) return false;
+      from = messages.front()->data;
+      messages.pop_front();
+    }
+    if (t.data != nullptr) std::memmove(t.data, from, t.size);
+  }
+  return true;
 }
 
 }  // namespace emulated

@@ -26,6 +26,8 @@ class Communicator {
  public:
   /// Joins the ranks that give the same name; null if they do not all come within two minutes.
   static Communicator* join(const std::string& name, int ranks, int rank);
+  /// One rank of several that are not there, for `mirror`.
+  static Communicator* alone(int ranks, int rank) { return new Communicator(ranks, rank, nullptr); }
 
   const int ranks, rank;
   std::atomic<bool> aborted{false};
@@ -51,6 +53,7 @@ struct Transfer {
   char* data;
   uint64_t size;
   uint32_t operation;  // both sides must give the same
+  const void* alike = nullptr;  // of a receive: what the peer would send if it were like this rank; null for a message
   uint64_t moved = 0;
   bool announced = false;
 
@@ -61,5 +64,9 @@ struct Transfer {
 
 /// Moves all transfers to their end. Those of the same peer and direction run in order.
 void run_transfers(std::vector<Transfer>& transfers);
+
+/// The same where the peers are not there, and do what this rank does: it receives a message as it sends one to the peer that is as
+/// far away on its other side. Transfers without `data` move nothing. False if a message is received that is not sent in this way.
+bool mirror(const std::vector<Transfer>& transfers);
 
 }  // namespace emulated

@@ -1,4 +1,5 @@
-// NCCL for processes of one machine. Every collective is made of messages between pairs of ranks.
+// NCCL for processes of one machine. Every collective is made of messages between pairs of ranks. In simulated time, this process
+// is one rank of several that all do the same.
 #include <sys/random.h>
 
 #include <algorithm>
@@ -24,27 +25,42 @@ constexpr int first_own_reduction = 16;
 
 enum Code : uint32_t { all_reduce_code, reduce_code, broadcast_code, all_gather_code, reduce_scatter_code, all_to_all_code, message_code, split_code };
 
+/// Whether values are moved: in simulated time, as many bytes as operators compute (costs.cpp).
+bool has_values(size_t size, int type) {
+  constexpr size_t largest_float = size_t{256} << 10, largest_integer = size_t{32} << 20;
+  return !emulated_cuda_simulates() || size <= (is_integer(type) ? largest_integer : largest_float);
+}
+
 /// One operation of a rank: its messages, then what it does with what came.
 struct Operation {
   Communicator* communicator;
   void* stream;
+  bool moves;
   std::vector<Transfer> transfers;
   std::vector<std::unique_ptr<char[]>> buffers;
   std::function<void()> finish;
+  double sent = 0, received = 0;  // by the links of this rank's device
 
-  Operation(Communicator* c, void* stream) : communicator(c), stream(stream) {}
+  /// `size` is that of a part, all of which are moved or none.
+  Operation(void* c, void* stream, size_t size, int type)
+      : communicator(static_cast<Communicator*>(c)), stream(stream), moves(has_values(size, type)) {}
   void send(int peer, const void* data, size_t size, Code code) {
+    if (peer != communicator->rank) sent += static_cast<double>(size);
     transfers.push_back({communicator, peer, true, static_cast<char*>(const_cast<void*>(data)), size, code});
   }
-  void receive(int peer, void* data, size_t size, Code code) {
-    transfers.push_back({communicator, peer, false, static_cast<char*>(data), size, code});
+  /// `alike`: what the peer would send if it were like this rank.
+  void receive(int peer, void* data, size_t size, Code code, const void* alike) {
+    if (peer != communicator->rank) received += static_cast<double>(size);
+    transfers.push_back({communicator, peer, false, moves ? static_cast<char*>(data) : nullptr, size, code, alike});
   }
   /// Receives into a buffer of the operation's own.
-  char* receive(int peer, size_t size, Code code) {
-    buffers.emplace_back(new char[size]);
-    receive(peer, buffers.back().get(), size, code);
+  char* receive(int peer, size_t size, Code code, const void* alike) {
+    buffers.emplace_back(moves ? new char[size] : nullptr);
+    receive(peer, buffers.back().get(), size, code, alike);
     return buffers.back().get();
   }
+  /// Sets what the links move by the algorithms of NCCL, where that is less than these messages.
+  void set_bytes(double bytes) { sent = received = bytes; }
 };
 /// The operations of a group, which run as one.
 struct Group {
@@ -52,18 +68,33 @@ struct Group {
   std::map<Communicator*, uint64_t> tickets;
 };
 
-void run(const Group& group) {
+std::vector<Transfer> transfers_of(const Group& group) {
   std::vector<Transfer> transfers;
   for (const auto& operation : group.operations)
     transfers.insert(transfers.end(), operation->transfers.begin(), operation->transfers.end());
-  for (auto [communicator, ticket] : group.tickets) communicator->wait_for_turn(ticket);
-  run_transfers(transfers);
-  for (auto [communicator, _] : group.tickets) communicator->end_turn();
+  return transfers;
+}
+
+void run(const Group& group) {
+  if (!emulated_cuda_simulates()) {  // else `mirror` has moved what came
+    std::vector<Transfer> transfers = transfers_of(group);
+    for (auto [communicator, ticket] : group.tickets) communicator->wait_for_turn(ticket);
+    run_transfers(transfers);
+    for (auto [communicator, _] : group.tickets) communicator->end_turn();
+  }
   for (const auto& operation : group.operations)
-    if (operation->finish && !operation->communicator->aborted) operation->finish();
+    if (operation->finish && operation->moves && !operation->communicator->aborted) operation->finish();
+}
+
+EmulatedCost cost_of(const Group& group) {
+  double sent = 0, received = 0;
+  for (const auto& operation : group.operations) sent += operation->sent, received += operation->received;
+  if (sent + received == 0) return {};
+  return {emulated_network, 0, std::max(sent, received)};
 }
 
 thread_local int group_depth = 0;
+thread_local const char* last_error = "";
 thread_local Group group;
 
 int start_group() {
@@ -75,13 +106,19 @@ int start_group() {
     if (argument->tickets.count(each->communicator) == 0)
       argument->tickets[each->communicator] = each->communicator->take_ticket();
   }
+  if (emulated_cuda_simulates() && !mirror(transfers_of(*argument))) {
+    last_error = "a rehearsed rank receives a message that it does not send on: all ranks have to do the same, which excludes "
+                 "pipelines, gather and scatter";
+    return invalid_usage;
+  }
+  const EmulatedCost cost = cost_of(*argument);
   emulated_cuda_launch(
       stream,
       [](void* given) {
         std::unique_ptr<Group> own(static_cast<Group*>(given));
         run(*own);
       },
-      argument, "nccl", {});
+      argument, "nccl", cost);
   return ok;
 }
 int start(std::shared_ptr<Operation> operation) {
@@ -133,10 +170,13 @@ uint64_t random_number() {
   return getrandom(&number, sizeof number, 0) == sizeof number ? number : 0;
 }
 int join(void** communicator, const UniqueId& id, int ranks, int rank) {
-  if (emulated_cuda_simulates() && ranks > 1) return emulated_cuda_missing("NCCL of several processes in simulated time"), system_error;
+  if (emulated_cuda_simulates() && ranks > emulated_cuda_ranks()) {
+    last_error = "simulated time has one process: rehearse one rank of several by benchmarks/rehearse.py --ranks";
+    return invalid_usage;
+  }
   uint64_t number;
   std::memcpy(&number, id.bytes, sizeof number);
-  *communicator = Communicator::join(name_of(number), ranks, rank);
+  *communicator = emulated_cuda_simulates() ? Communicator::alone(ranks, rank) : Communicator::join(name_of(number), ranks, rank);
   return *communicator == nullptr ? system_error : ok;
 }
 
@@ -146,7 +186,7 @@ extern "C" {
 
 int ncclGetVersion(int* version) { return *version = 22907, ok; }
 const char* ncclGetErrorString(int) { return "an error of the emulated NCCL"; }
-const char* ncclGetLastError(void*) { return ""; }
+const char* ncclGetLastError(void*) { return last_error; }
 
 int ncclGetUniqueId(UniqueId* id) {
   std::memset(id, 0, sizeof *id);
@@ -163,13 +203,14 @@ int ncclCommSplit(void* communicator, int color, int key, void** made, void*) {
     int color, key, rank;
     uint64_t number;
   };
+  if (emulated_cuda_simulates()) return emulated_cuda_missing("splitting a communicator in simulated time"), system_error;
   auto* c = static_cast<Communicator*>(communicator);
-  Operation operation(c, nullptr);
+  Operation operation(c, nullptr, sizeof(Member), 1);
   std::vector<Member> members(static_cast<size_t>(c->ranks));
   Member& own = members[static_cast<size_t>(c->rank)] = {color, key, c->rank, random_number()};
   for_others(c, [&](int peer) {
     operation.send(peer, &own, sizeof own, split_code);
-    operation.receive(peer, &members[static_cast<size_t>(peer)], sizeof own, split_code);
+    operation.receive(peer, &members[static_cast<size_t>(peer)], sizeof own, split_code, &own);
   });
   c->wait_for_turn(c->take_ticket());
   run_transfers(operation.transfers);
@@ -220,46 +261,49 @@ int ncclRedOpDestroy(int, void*) { return ok; }  // operations that run later ma
 
 int ncclAllReduce(const void* from, void* to, size_t count, int type, int reduction, void* communicator, void* stream) {
   auto* c = static_cast<Communicator*>(communicator);
-  auto operation = std::make_shared<Operation>(c, stream);
   const size_t size = count * value_bytes(type);
+  auto operation = std::make_shared<Operation>(c, stream, size, type);
   std::vector<char*> of_others;
   for_others(c, [&](int peer) {
     operation->send(peer, from, size, all_reduce_code);
-    of_others.push_back(operation->receive(peer, size, all_reduce_code));
+    of_others.push_back(operation->receive(peer, size, all_reduce_code, from));
   });
+  operation->set_bytes(2.0 * static_cast<double>(size) * (c->ranks - 1) / c->ranks);
   return reduce_part(std::move(operation), static_cast<const char*>(from), of_others, to, count, type, reduction);
 }
 int ncclReduce(const void* from, void* to, size_t count, int type, int reduction, int root, void* communicator, void* stream) {
   auto* c = static_cast<Communicator*>(communicator);
-  auto operation = std::make_shared<Operation>(c, stream);
   const size_t size = count * value_bytes(type);
+  auto operation = std::make_shared<Operation>(c, stream, size, type);
   if (c->rank != root) {
     operation->send(root, from, size, reduce_code);
     return start(std::move(operation));
   }
   std::vector<char*> of_others;
-  for_others(c, [&](int peer) { of_others.push_back(operation->receive(peer, size, reduce_code)); });
+  for_others(c, [&](int peer) { of_others.push_back(operation->receive(peer, size, reduce_code, from)); });
+  operation->set_bytes(static_cast<double>(size));
   return reduce_part(std::move(operation), static_cast<const char*>(from), of_others, to, count, type, reduction);
 }
 int ncclReduceScatter(const void* from, void* to, size_t count, int type, int reduction, void* communicator, void* stream) {
   auto* c = static_cast<Communicator*>(communicator);
-  auto operation = std::make_shared<Operation>(c, stream);
   const size_t size = count * value_bytes(type);
+  auto operation = std::make_shared<Operation>(c, stream, size, type);
   const auto part = [=](int rank) { return static_cast<const char*>(from) + static_cast<size_t>(rank) * size; };
   std::vector<char*> of_others;
   for_others(c, [&](int peer) {
     operation->send(peer, part(peer), size, reduce_scatter_code);
-    of_others.push_back(operation->receive(peer, size, reduce_scatter_code));
+    of_others.push_back(operation->receive(peer, size, reduce_scatter_code, part(c->rank)));
   });
   return reduce_part(std::move(operation), part(c->rank), of_others, to, count, type, reduction);
 }
 int ncclBroadcast(const void* from, void* to, size_t count, int type, int root, void* communicator, void* stream) {
   auto* c = static_cast<Communicator*>(communicator);
-  auto operation = std::make_shared<Operation>(c, stream);
   const size_t size = count * value_bytes(type);
-  if (c->rank != root) operation->receive(root, to, size, broadcast_code);
+  auto operation = std::make_shared<Operation>(c, stream, size, type);
+  if (c->rank != root) operation->receive(root, to, size, broadcast_code, from);
   else for_others(c, [&](int peer) { operation->send(peer, from, size, broadcast_code); });
   if (c->rank == root) operation->finish = [=] { std::memmove(to, from, size); };
+  operation->set_bytes(static_cast<double>(size));
   return start(std::move(operation));
 }
 int ncclBcast(void* data, size_t count, int type, int root, void* communicator, void* stream) {
@@ -267,34 +311,36 @@ int ncclBcast(void* data, size_t count, int type, int root, void* communicator, 
 }
 int ncclAllGather(const void* from, void* to, size_t count, int type, void* communicator, void* stream) {
   auto* c = static_cast<Communicator*>(communicator);
-  auto operation = std::make_shared<Operation>(c, stream);
   const size_t size = count * value_bytes(type);
+  auto operation = std::make_shared<Operation>(c, stream, size, type);
   const auto part = [=](int rank) { return static_cast<char*>(to) + static_cast<size_t>(rank) * size; };
   for_others(c, [&](int peer) {
     operation->send(peer, from, size, all_gather_code);
-    operation->receive(peer, part(peer), size, all_gather_code);
+    operation->receive(peer, part(peer), size, all_gather_code, from);
   });
   operation->finish = [=] { std::memmove(part(c->rank), from, size); };
   return start(std::move(operation));
 }
 int ncclAlltoAll(const void* from, void* to, size_t count, int type, void* communicator, void* stream) {
   auto* c = static_cast<Communicator*>(communicator);
-  auto operation = std::make_shared<Operation>(c, stream);
   const size_t size = count * value_bytes(type);
+  auto operation = std::make_shared<Operation>(c, stream, size, type);
   for (int peer = 0; peer < c->ranks; ++peer) {
     operation->send(peer, static_cast<const char*>(from) + static_cast<size_t>(peer) * size, size, all_to_all_code);
-    operation->receive(peer, static_cast<char*>(to) + static_cast<size_t>(peer) * size, size, all_to_all_code);
+    operation->receive(peer, static_cast<char*>(to) + static_cast<size_t>(peer) * size, size, all_to_all_code, nullptr);
   }
   return start(std::move(operation));
 }
 int ncclSend(const void* from, size_t count, int type, int peer, void* communicator, void* stream) {
-  auto operation = std::make_shared<Operation>(static_cast<Communicator*>(communicator), stream);
-  operation->send(peer, from, count * value_bytes(type), message_code);
+  const size_t size = count * value_bytes(type);
+  auto operation = std::make_shared<Operation>(communicator, stream, size, type);
+  operation->send(peer, from, size, message_code);
   return start(std::move(operation));
 }
 int ncclRecv(void* to, size_t count, int type, int peer, void* communicator, void* stream) {
-  auto operation = std::make_shared<Operation>(static_cast<Communicator*>(communicator), stream);
-  operation->receive(peer, to, count * value_bytes(type), message_code);
+  const size_t size = count * value_bytes(type);
+  auto operation = std::make_shared<Operation>(communicator, stream, size, type);
+  operation->receive(peer, to, size, message_code, nullptr);
   return start(std::move(operation));
 }
 }

@@ -58,6 +58,8 @@ size_t value_bytes(int type) {
   }
 }
 
+bool is_integer(int type) { return type < 6; }
+
 bool reduce(const std::vector<const char*>& from, char* out, size_t count, int type, int reduction, double factor) {
   switch (type) {
     case 0: return reduce_as<int8_t, int64_t>(from, out, count, reduction, factor), true;

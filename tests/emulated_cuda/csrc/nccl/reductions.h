@@ -10,6 +10,7 @@ enum Reduction { sum, product, maximum, minimum, average };
 
 /// The size of a value of NCCL's data type.
 size_t value_bytes(int type);
+bool is_integer(int type);
 
 /// Writes the reduction of the contributions to `out`, each of `count` values, multiplied by `factor` first.
 /// Returns whether the data type can be reduced.

@@ -1,6 +1,7 @@
 // Operators for which the CPU has no kernel of the same name, and copies on the device.
 #include <ATen/ops/copy_native.h>
 
+#include "costs.h"
 #include "operators.h"
 
 namespace emulated {
@@ -8,9 +9,17 @@ namespace {
 
 using at::Tensor;
 
+struct CopiesValues {
+  explicit CopiesValues(bool always) { emulated_cuda_copy_values(always); }
+  ~CopiesValues() { emulated_cuda_copy_values(false); }
+};
+
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   const InOperator in_operator;
-  if (!self.is_cuda() || !source.is_cuda()) return at::native::copy_(self, source, non_blocking);
+  if (!self.is_cuda() || !source.is_cuda()) {
+    const CopiesValues copies_values(is_small(self) && is_small(source));
+    return at::native::copy_(self, source, non_blocking);
+  }
   if (self.is_same(source) || self.numel() == 0) return self;
   TORCH_CHECK(self.device() == source.device(), "emulated CUDA: copies between devices of one process are not emulated");
   enqueue("aten::copy_", traffic({self, source}),
