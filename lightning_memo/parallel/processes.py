@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -43,6 +43,7 @@ from lightning_memo.parallel.batches.split_loader import seeding_rank, split_ite
 from lightning_memo.parallel.batches.token_layout import (
     CurrentLayout,
     TokenLayout,
+    find_mixed_documents,
     has_axes,
     separate_documents,
     takes_attention_functions,
@@ -248,6 +249,7 @@ class Processes:
         bounds_of: Callable[[int, int], tuple[int, ...]],
         global_slices: bool,
         hands_states: bool,
+        may_need_padding: Callable[[], bool],
         stack: contextlib.ExitStack,
     ) -> None:
         """Divide the tokens of each forward of a model that gets and returns whole rows, until `stack` is closed.
@@ -258,6 +260,7 @@ class Processes:
             bounds_of: As for :meth:`prepare_batches`.
             global_slices: As for :meth:`prepare_batches`.
             hands_states: As for :meth:`prepare_batches`.
+            may_need_padding: As for :meth:`prepare_batches`.
             stack: Undoes everything when it is closed.
 
         Raises:
@@ -267,12 +270,12 @@ class Processes:
         rows = WholeRows(model, repeated, self.current_layout, self._router_losses, group)
         check_layers(model, rows.text_model, repeated)
 
-        def layout_of(batch: Batch) -> TokenLayout:
+        def layout_of(batch: Batch, targets: Tensor | None, may_place: bool) -> TokenLayout:
             self._check_readers(batch)
-            return self._sharder.layout_of(batch)
+            return self._sharder.layout_of(batch, targets, may_place)
 
         rows.attach(layout_of, stack)
-        self.prepare_batches(model, bounds_of, global_slices, hands_states)
+        self.prepare_batches(model, bounds_of, global_slices, hands_states, may_need_padding)
 
     def after_step(self, module: nn.Module) -> None:
         """Forget copies of weights that a step of an optimizer has changed. All processes of a pipeline call this."""
@@ -293,6 +296,7 @@ class Processes:
         bounds_of: Callable[[int, int], tuple[int, ...]],
         global_slices: bool,
         hands_states: bool,
+        may_need_padding: Callable[[], bool],
     ) -> None:
         """Prepare to divide batches.
 
@@ -301,6 +305,7 @@ class Processes:
             bounds_of: Returns the slice bounds of a training batch from its rows and the tokens of a shard.
             global_slices: As `global_slices` of :class:`~lightning_memo.parallel.batches.token_layout.TokenLayout`.
             hands_states: Whether layers hand states from token to token, so that processes need contiguous ranges.
+            may_need_padding: Returns whether a module may relate tokens to those of the padding.
 
         Raises:
             ValueError: The settings cannot divide the model's heads over the processes, or experts are divided beside
@@ -336,7 +341,19 @@ class Processes:
             divides_layers=bool(hosts) and self.sizes.shards == 1 and self.pipeline is None and not global_slices,
             why_layers=_why_layers(hosts, self.current_layout.text_model),
             row_positions=has_axes(model) or any(hasattr(module, "mrope_section") for module in model.modules()),
+            places=self._may_place(model, global_slices, hands_states),
+            joins_rows=bool(hosts) and find_mixed_documents(model, makes_cache=False) is None,
+            may_need_padding=may_need_padding,
+            pairs=_pairs_of_a_token(model),
         )
+
+    def _may_place(self, model: nn.Module, global_slices: bool, hands_states: bool) -> bool:
+        """Returns whether a process may have short documents whole: there is nothing but attention between tokens.
+
+        Micro-batches of a pipeline are rows, and processes that share experts need equally many tokens.
+        """
+        text_model, alike = find_text_model(model), self.pipeline is None and self.sizes.expert <= self.sizes.context
+        return self.sizes.context > 1 and text_model is None and alike and not (global_slices or hands_states)
 
     def shard_loader(self, loader: DataLoader[Any], split: bool, predicting: bool) -> Iterable[Any]:
         """Returns a loader of this process's data.
@@ -469,6 +486,16 @@ def _heads(model: nn.Module) -> tuple[int, int]:
     config = hosts[0].config.get_text_config()
     heads = getattr(config, "num_attention_heads", 0) or 0
     return heads, getattr(config, "num_key_value_heads", heads) or heads
+
+
+def _pairs_of_a_token(model: nn.Module) -> int:
+    """Returns how many pairs of a query and a key take as long as the products of a token with the weights of a layer.
+
+    A layer has about 12 weights for each pair of features, and attention multiplies two vectors of that size.
+    """
+    hosts: list[Any] = find_hugging_face(model)
+    config = hosts[0].config.get_text_config() if hosts else None
+    return 6 * (getattr(config, "hidden_size", 0) or 4096)
 
 
 def _share_weights(module: nn.Module, device: torch.device) -> None:
