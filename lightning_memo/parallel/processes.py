@@ -25,6 +25,7 @@ from lightning_memo.parallel.batches.loss_arguments import (
     takes_loss_arguments,
     why_loss_unfit,
 )
+from lightning_memo.parallel.batches.place_documents import pairs_of_a_token
 from lightning_memo.parallel.batches.same_batches import (
     check_even,
     check_same_batch,
@@ -344,7 +345,7 @@ class Processes:
             places=self._may_place(model, global_slices, hands_states),
             joins_rows=bool(hosts) and find_mixed_documents(model, makes_cache=False) is None,
             may_need_padding=may_need_padding,
-            pairs=_pairs_of_a_token(model),
+            pairs=pairs_of_a_token(_hidden_size(model)),
         )
 
     def _may_place(self, model: nn.Module, global_slices: bool, hands_states: bool) -> bool:
@@ -488,14 +489,11 @@ def _heads(model: nn.Module) -> tuple[int, int]:
     return heads, getattr(config, "num_key_value_heads", heads) or heads
 
 
-def _pairs_of_a_token(model: nn.Module) -> int:
-    """Returns how many pairs of a query and a key take as long as the products of a token with the weights of a layer.
-
-    A layer has about 12 weights for each pair of features, and attention multiplies two vectors of that size.
-    """
+def _hidden_size(model: nn.Module) -> int:
+    """Returns the size of the hidden states of a Hugging Face model, or a usual one if it is unknown."""
     hosts: list[Any] = find_hugging_face(model)
     config = hosts[0].config.get_text_config() if hosts else None
-    return 6 * (getattr(config, "hidden_size", 0) or 4096)
+    return getattr(config, "hidden_size", 0) or 4096
 
 
 def _share_weights(module: nn.Module, device: torch.device) -> None:

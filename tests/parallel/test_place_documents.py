@@ -10,14 +10,19 @@ from typing import Any
 import pytest
 import torch
 from support.devices import skip_ring_on_cuda
-from support.divided_training import check
+from support.divided_training import WholeGradients, check
 from support.families import FAMILIES, VOCABULARY
 from support.harness import Batch
 from support.markers.slow import slow_if
 from support.parallel_training import MODELS
-from torch import nn
+from support.processes import run_in_processes
+from support.trainer_harness import batches, fit
+from torch import Tensor, nn
+from typing_extensions import override
 
+from lightning_memo import MemoStrategy
 from lightning_memo.parallel.batches.place_documents import DocumentPlacement, PlacingCosts, place_documents
+from lightning_memo.parallel.batches.shard_batch import BatchSharder
 from lightning_memo.parallel.batches.token_layout import TokenLayout, multiple
 
 PAIRS = 6 * 32  # of the small models
@@ -133,6 +138,8 @@ MORE = [
     ("ring 2", "llama_dynamic_rope", ("padded rows", "padded rows", "two rows"), 1, {"alpha": 0.5}),
     ("ring 2", "llama_lora", ("padded rows", "padded rows", "two rows"), 1, {"zero_stage": 3}),
     ("ring 2", "llama_gqa", ("two rows", "padded rows"), 1, {"alpha": 0.5, "slice_tokens": 16}),
+    ("ring 2", "llama_gqa", (*BATCHES, "padded rows"), 1, {"alpha": 0.5, "tensor_parallel_size": 2}),
+    ("ulysses 2", "mixtral_balanced", ("padded rows", "padded rows", "two rows"), 1, {"expert_parallel_size": 2}),
 ]  # fmt: skip
 
 
@@ -143,5 +150,115 @@ def test_gradients_are_those_of_one_process(case: tuple[str, str, tuple[str, ...
     chosen = settings(sizes) | others
     skip_ring_on_cuda(chosen)
     data = [BATCHES[name] for name in names]
-    processes = chosen["context_parallel_size"]
+    processes = chosen["context_parallel_size"] * chosen.get("tensor_parallel_size", 1)
     check(functools.partial(build, family), data, chosen, processes, accumulate)
+
+
+class Validated(WholeGradients):
+    """Records the rows and tokens of its batches, and the losses of validation."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__(functools.partial(build, family))
+        self.sizes: list[tuple[int, ...]] = []
+        self.validated: list[float] = []
+
+    @override
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.sizes.append(tuple(batch["input_ids"].shape))
+        return super().training_step(batch, batch_idx)
+
+    @override
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.validated.append(float(self.loss(batch)))
+
+
+Found = tuple[list[tuple[int, ...]], list[float], list[dict[str, Tensor]]]
+
+
+def train(family: str, names: Sequence[str], chosen: dict[str, Any], processes: int, precision: Any) -> Found:
+    """Return the sizes of training batches, the losses of validation, and gradients."""
+    module, data = Validated(family), [BATCHES[name] for name in names]
+    strategy = MemoStrategy(**chosen) if chosen else "auto"
+    fit(
+        strategy, module, batches(data), batches(data), max_steps=len(data), devices=processes, precision=precision,
+        use_distributed_sampler=False, limit_val_batches=len(data), num_sanity_val_steps=0,
+    )  # fmt: skip
+    return module.sizes, module.validated, module.gradients
+
+
+NAMES = ("padded rows", "a long document", "two rows", "padded rows", "short documents")
+
+
+@pytest.mark.parametrize("sizes", ["ulysses 2", "ring 2"])
+def test_rows_are_joined_in_training_and_validation(sizes: str) -> None:
+    chosen = settings(sizes) | {"alpha": 0.5}
+    skip_ring_on_cuda(chosen)
+    _, losses, _ = train("llama_gqa", NAMES, {}, 1, "32-true")
+    parts = run_in_processes(2, train, "llama_gqa", NAMES, chosen, 2, "32-true")
+    means = [sum(of_batch) / 2 for of_batch in zip(*(part[1] for part in parts), strict=True)]
+    assert means == pytest.approx(losses, rel=1e-5)
+    for found, *_ in parts:
+        # Until a first batch has shown that only attention relates tokens, padding is kept.
+        assert [rows for rows, _ in found] == [len(PADDED), 1, 1, 1, 1]
+        tokens = [sum(PADDED), sum(LONG_AND_SHORT), 2 * sum(LONG_AND_SHORT), sum(PADDED), sum(SHORT)]
+        for (_, held), everyones in zip(found[1:], tokens[1:], strict=True):
+            assert everyones / 2 <= held <= everyones / 2 * 65 / 64 + 16
+
+
+def distance(gradients: Sequence[dict[str, Tensor]], exact: Sequence[dict[str, Tensor]]) -> float:
+    pairs = [
+        (g.double(), e[name].double())
+        for of_step, e in zip(gradients, exact, strict=True)
+        for name, g in of_step.items()
+    ]
+    return float(sum((g - e).norm() ** 2 for g, e in pairs) ** 0.5 / sum(e.norm() ** 2 for _, e in pairs) ** 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", ["ring 2", "both"])
+def test_half_precision_is_as_near_to_fp32_as_in_one_process(sizes: str) -> None:
+    chosen = settings(sizes) | {"alpha": 0.5}
+    exact, alone = (train("llama_gqa", NAMES, {}, 1, precision)[2] for precision in ("32-true", "bf16-true"))
+    processes = chosen["context_parallel_size"]
+    parts = run_in_processes(processes, train, "llama_gqa", NAMES, chosen, processes, "bf16-true")
+    assert distance(parts[0][2], exact) <= 1.25 * distance(alone, exact)
+
+
+def sharded(batch: Batch, **settings: Any) -> tuple[Batch, TokenLayout]:
+    places = {"places": True, "joins_rows": True, "pairs": PAIRS} | settings
+    part, layout = BatchSharder(ring=2, ranks=2, takes_loss_arguments=True, **places).shard(batch)
+    assert layout is not None
+    return part, layout
+
+
+def test_rows_that_must_stay_rows() -> None:
+    of_rows = {"weights": torch.ones(len(PADDED))}
+    counted = padded(*PADDED)
+    counted["labels"] = counted["input_ids"]  # the loss of padding counts
+    for batch, settings in (
+        (padded(*PADDED) | of_rows, {}),
+        (counted, {}),
+        (padded(*PADDED), {"joins_rows": False}),
+        (padded(*PADDED), {"may_need_padding": lambda: True}),
+        (packed(LONG_AND_SHORT, LONG_AND_SHORT), {"joins_rows": False}),
+        (padded(*PADDED), {"places": False}),
+    ):
+        part, layout = sharded(batch, **settings)
+        assert layout.placement is None and part["input_ids"].shape[0] == batch["input_ids"].shape[0]
+    for batch in (padded(*PADDED), packed(LONG_AND_SHORT) | {"weights": torch.ones(1)}):
+        part, layout = sharded(batch)
+        assert layout.placement is not None
+        assert part["input_ids"].shape == part["position_ids"].shape == part["labels"].shape == (1, layout.local_tokens)
+
+
+def test_tokens_keep_their_labels_and_positions() -> None:
+    batch = padded(*PADDED)
+    part, layout = sharded(batch)
+    sources = layout.sources()
+    held = sources >= 0
+    positions = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
+    targets = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    for name, whole in (("input_ids", batch["input_ids"]), ("position_ids", positions), ("shift_labels", targets)):
+        assert torch.equal(part[name][0][held], whole.flatten()[sources[held]])
+    assert (part["shift_labels"][0][~held] == -100).all()
+    assert torch.equal(layout.valid(), held[None])

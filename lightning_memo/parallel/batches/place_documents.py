@@ -31,7 +31,7 @@ _MERGING = 0.05
 _SLACKS = (1 / 64, math.inf)
 """How much more than an even share of the whole documents a process may have."""
 _STEPS = 64
-"""Numbers of tokens differ by this fraction of a process's share, so that few occur: plans are made for a number."""
+"""Steps of a process's share by which numbers of tokens differ, so that few occur: memory is planned for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,17 @@ def _sources(placement: DocumentPlacement) -> Tensor:
     return sources
 
 
+def pairs_of_a_token(hidden: int) -> int:
+    """Return how many pairs of a query and a key take as long as the products of a token with the weights of a layer.
+
+    A layer has about 12 weights for each pair of features, and attention multiplies vectors of that size twice.
+
+    Args:
+        hidden: Size of the hidden states.
+    """
+    return 6 * hidden
+
+
 @dataclass(frozen=True, slots=True)
 class PlacingCosts:
     """What the time of a batch depends on.
@@ -145,7 +156,8 @@ def place_documents(
     padded = rows * _round_up(row_tokens, costs.multiple)
     least = costs.seconds(padded // costs.processes, padded, sum(map(_pairs, found)), 0.0)
     unit = costs.multiple // costs.processes
-    step = max(_round_up(padded // costs.processes // _STEPS, unit), unit)
+    share = sum(map(len, found)) // costs.processes
+    step = _round_up(1 << max(share // _STEPS, 1).bit_length() - 1, unit)
     most_local, best = padded // costs.processes + step, None
     for count, slack in product(_counts(len(found)), _SLACKS):
         whole, left, most = _spread(found[count:], costs.processes, slack)
