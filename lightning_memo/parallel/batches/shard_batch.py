@@ -119,8 +119,8 @@ class BatchSharder:
         `input_ids` `[batch, tokens]` (or `inputs_embeds`) and every other tensor `[batch, tokens, ...]` are padded on
         the right and divided. `attention_mask` becomes the layout's lengths, missing `position_ids` are added, and
         documents packed in a row become the layout's documents. Other entries are unchanged. If short documents lie
-        whole on a process, the part has a single row. A batch that need not be
-        divided is unchanged except for the loss arguments, and has no layout.
+        whole on a process, the part has a single row. A batch that need not be divided is unchanged except for the loss
+        arguments, and has no layout.
 
         Loss arguments are added for models that compute their loss as Hugging Face does, and to batches with
         `shift_labels`. `labels` and `shift_labels` hold the shifted labels of this part. `num_items_in_batch` is the

@@ -98,9 +98,7 @@ class WholeRows:
         self._is_sharded = _averages_shards(model)
         self._running: nn.Module | None = None
 
-    def attach(
-        self, layout_of: Callable[[Batch, Tensor | None, bool], TokenLayout], stack: contextlib.ExitStack
-    ) -> None:
+    def attach(self, layout_of: LayoutOf, stack: contextlib.ExitStack) -> None:
         """Divide the tokens of all forwards until `stack` is closed.
 
         Args:
@@ -151,10 +149,7 @@ class WholeRows:
         if trains:
             self._check_averaged()
         batch = {name: given[name] for name in _OF_LAYOUT if given.get(name) is not None}
-        labels, tokens = given.get("labels"), given.get("input_ids", given.get("inputs_embeds"))
-        may_place = tokens is not None and has_rows_of_tokens(given, *tokens.shape[:2])
-        targets = shifted(labels) if isinstance(labels, Tensor) and labels.shape == tokens.shape[:2] else None
-        self._current.layout, self._current.sharers = layout_of(batch, targets, may_place), self._group
+        self._current.layout, self._current.sharers = layout_of(batch, *_placing(given)), self._group
         self._router_losses.use(self._group)
 
     def _average_embeds(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -219,6 +214,16 @@ class WholeRows:
 
 def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+
+
+def _placing(given: Mapping[str, Any]) -> tuple[Tensor | None, bool]:
+    """Return the targets of a call's tokens, if any, and whether nothing in it belongs to rows but tokens."""
+    ids, labels = given.get("input_ids"), given.get("labels")
+    tokens = given.get("inputs_embeds") if ids is None else ids
+    if tokens is None:
+        return None, False
+    has_targets = isinstance(labels, Tensor) and labels.shape == tokens.shape[:2]
+    return shifted(labels) if has_targets else None, has_rows_of_tokens(given, *tokens.shape[:2])
 
 
 def _innermost(host: nn.Module, layers: Sequence[nn.Module]) -> nn.Module:
