@@ -342,19 +342,19 @@ class Processes:
             divides_layers=bool(hosts) and self.sizes.shards == 1 and self.pipeline is None and not global_slices,
             why_layers=_why_layers(hosts, self.current_layout.text_model),
             row_positions=has_axes(model) or any(hasattr(module, "mrope_section") for module in model.modules()),
-            places=self._may_place(model, global_slices, hands_states),
+            places=self._may_place(model, hands_states),
             joins_rows=bool(hosts) and find_mixed_documents(model, makes_cache=False) is None,
             may_need_padding=may_need_padding,
             pairs=pairs_of_a_token(_hidden_size(model)),
         )
 
-    def _may_place(self, model: nn.Module, global_slices: bool, hands_states: bool) -> bool:
+    def _may_place(self, model: nn.Module, hands_states: bool) -> bool:
         """Returns whether a process may have short documents whole: there is nothing but attention between tokens.
 
         Micro-batches of a pipeline are rows, and processes that share experts need equally many tokens.
         """
         text_model, alike = find_text_model(model), self.pipeline is None and self.sizes.expert <= self.sizes.context
-        return self.sizes.context > 1 and text_model is None and alike and not (global_slices or hands_states)
+        return self.sizes.context > 1 and text_model is None and alike and not hands_states
 
     def shard_loader(self, loader: DataLoader[Any], split: bool, predicting: bool) -> Iterable[Any]:
         """Returns a loader of this process's data.

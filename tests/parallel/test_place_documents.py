@@ -258,6 +258,7 @@ def test_rows_that_must_stay_rows() -> None:
         (padded(*PADDED), {"may_need_padding": lambda: True}),
         (packed(LONG_AND_SHORT, LONG_AND_SHORT), {"joins_rows": False}),
         (padded(*PADDED), {"places": False}),
+        (packed(LONG_AND_SHORT), {"global_slices": True}),
     ):
         part, layout = sharded(batch, **settings)
         assert layout.placement is None and part["input_ids"].shape[0] == batch["input_ids"].shape[0]

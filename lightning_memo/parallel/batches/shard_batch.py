@@ -251,7 +251,9 @@ class BatchSharder:
         self, rows: int, tokens: int, lengths: tuple[int, ...] | None, documents: Documents | None
     ) -> DocumentPlacement | None:
         """Returns where the documents of a batch are; `None` if every row is divided."""
-        if not self.places or (lengths is None and documents is None) or (rows > 1 and not self.joins_rows):
+        if not self.places or self.global_slices or (rows > 1 and not self.joins_rows):
+            return None
+        if lengths is None and documents is None:
             return None
         if lengths is not None and self.may_need_padding():
             return None

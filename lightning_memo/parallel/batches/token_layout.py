@@ -555,6 +555,8 @@ class TokenLayout:
             raise ValueError(f"slice bounds {self.bounds} of a ring must be multiples of {needed}")
 
     def _check_rows(self) -> None:
+        if self.placement is not None and (self.global_slices or self.contiguous):
+            raise ValueError("documents that lie whole on a process have no slices or ranges that processes share")
         for starts in self.documents or ():
             if not starts or starts[0] != 0 or starts[-1] >= self.tokens or not all(a < b for a, b in pairwise(starts)):
                 raise ValueError(f"documents at {starts} must start at 0 and increase to below {self.tokens} tokens")
