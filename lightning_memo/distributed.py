@@ -89,6 +89,10 @@ class DistributedStrategy(CheckpointingStrategy):
             tokens: Number of tokens of each that this process holds between the blocks of a layer.
         """
 
+    @abstractmethod
+    def _may_need_padding(self) -> bool:
+        """Whether a module may relate tokens to those of the padding, or none has run yet."""
+
     @property
     @override
     def accelerator(self) -> Accelerator | None:
@@ -375,7 +379,8 @@ class DistributedStrategy(CheckpointingStrategy):
             self.precision_plugin.holders = processes.pipeline.holders
             self._divided.callback(replace_forward(*processes.pipeline.run_of(model)))
         outside = self.config.context_parallel_size > 1 and self.config.streams
-        processes.prepare_batches(model, self._slice_bounds, outside, hands_states=may_hand_states(model))
+        states = may_hand_states(model)
+        processes.prepare_batches(model, self._slice_bounds, outside, states, self._may_need_padding)
         self._model_is_divided = True
         self._read_weights()
 

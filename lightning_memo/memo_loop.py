@@ -203,7 +203,12 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
             assert self._runtime is not None
             return self._runtime.engine.bounds_for(batch, tokens) if torch.is_grad_enabled() else ()
 
-        processes.attach_rows(model, layers, bounds_of, config.streams, may_hand_states(model), until)
+        def may_need_padding() -> bool:
+            assert self._runtime is not None
+            return self._runtime.engine.sharing.gathered.may_need_padding
+
+        states = may_hand_states(model)
+        processes.attach_rows(model, layers, bounds_of, config.streams, states, may_need_padding, until)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

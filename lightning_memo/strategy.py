@@ -331,6 +331,10 @@ class MemoStrategy(DistributedStrategy):
             raise SIGTERMException
 
     @override
+    def _may_need_padding(self) -> bool:
+        return self.engine is None or self.engine.sharing.gathered.may_need_padding
+
+    @override
     def _slice_bounds(self, batch: int, tokens: int) -> tuple[int, ...]:
         """Where the slices of a batch end; empty outside of training, where nothing is cut into slices."""
         assert self.lightning_module is not None

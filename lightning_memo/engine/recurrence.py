@@ -58,14 +58,17 @@ class RunningDocuments:
 
     @classmethod
     def of(cls, documents: Documents | None, layout: TokenLayout | None, token: int) -> RunningDocuments | None:
-        """Return what a layer call on some tokens needs; `None` if rows are not packed.
+        """Return what a layer call on some tokens needs.
 
         Args:
             documents: Positions in each row at which documents start; `None` if rows are not packed.
             layout: The layout of the batch; `None` if this process holds all tokens in order.
             token: The first of the tokens, among those of this process.
+
+        Returns:
+            The documents; `None` if rows are not packed, or if tokens are in an order in which no state passes on.
         """
-        if documents is None:
+        if documents is None or (layout is not None and not layout.contiguous):
             return None
         return cls(documents, token if layout is None else layout.position_of(token))
 

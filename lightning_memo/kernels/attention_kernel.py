@@ -40,6 +40,8 @@ class AttentionSpec:
             ignore them: they are merged into the results, see Note: [Sinks].
         whole_mask: An explicit mask of all tokens, `[batch, 1, tokens, tokens]`, in place of all other rules. It is
             given where queries and keys are divided over processes, and kernels get their part of it as `mask`.
+        shared_tokens: Where processes divide only the first tokens of a sequence, the number of these. The others are
+            whole documents, of equally many tokens on each process. `None` if processes divide all, or there is one.
     """
 
     causal: bool = True
@@ -52,6 +54,7 @@ class AttentionSpec:
     softcap: float | None = None
     sinks: Tensor | None = None
     whole_mask: Tensor | None = None
+    shared_tokens: int | None = None
 
     @property
     def sliceable(self) -> bool:

@@ -38,7 +38,7 @@ from lightning_memo.kernels.attention_kernel import (
 )
 from lightning_memo.kernels.fallback_kernels import BlockwiseAttention
 from lightning_memo.kernels.flash_attention import sees_any
-from lightning_memo.parallel.batches.token_layout import Documents, ring_chunks
+from lightning_memo.parallel.batches.token_layout import Documents, documents_within, ring_chunks
 
 # Selects the kernel for queries, keys and values; it is called with the tensors that the kernel gets.
 _Select = Callable[[Tensor, Tensor, Tensor, AttentionSpec], AttentionBackend]
@@ -466,6 +466,12 @@ class ContextGroups:
         return 1 if self.ulysses is None else dist.get_world_size(self.ulysses)
 
     @property
+    def rank(self) -> int:
+        """This process among all of these."""
+        ring, ulysses = (0 if group is None else dist.get_rank(group) for group in (self.ring, self.ulysses))
+        return ring * self.ulysses_size + ulysses
+
+    @property
     def contiguous(self) -> bool:
         """Whether each rank holds a contiguous range of the tokens."""
         return self.states is not None
@@ -485,7 +491,7 @@ class ContextGroups:
 class ContextAttention:
     """Attention of the local queries over the keys of all context-parallel ranks.
 
-    Local tokens are in the order of :meth:`TokenLayout.layer_order`.
+    Local tokens are in the order of :meth:`TokenLayout.layer_order`. Nothing is sent for documents that are whole.
 
     Args:
         groups: A ring group, an all-to-all group, or both (all-to-all inside, ring outside).
@@ -505,7 +511,9 @@ class ContextAttention:
         if groups.ulysses is not None:
             attention = _UlyssesAttention(groups.ulysses, attention)
             names.insert(0, "ulysses")
-        self._attention = attention
+        self._divided = attention
+        self._whole = EachCallsKernel(select)
+        self._processes, self._process = groups.ring_size * groups.ulysses_size, groups.rank
         self.name = "+".join(names)
 
     def forward(
@@ -518,7 +526,13 @@ class ContextAttention:
         Raises:
             ValueError: The ring or the all-to-all exchange does not support the call.
         """
-        return self._attention.forward(q, k, v, spec)
+        parts = self._parts(q.shape[2], spec)
+        if len(parts) == 1:
+            return parts[0].attention.forward(q, k, v, parts[0].spec)
+        results = [part.attention.forward(*map(part.of, (q, k, v)), part.spec) for part in parts]
+        out = torch.cat([result.out.transpose(1, 2) for result in results], 1).transpose(1, 2)
+        lse = torch.cat([_lse_of_tokens(result) for result in results], 2)
+        return AttentionResult(out, lse, [(result.lse.shape, result.state) for result in results])
 
     def backward(
         self,
@@ -532,7 +546,58 @@ class ContextAttention:
         key_start: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the gradients of the local q, k and v."""
-        return self._attention.backward(dout, q, k, v, result, spec)
+        parts = self._parts(q.shape[2], spec)
+        if len(parts) == 1:
+            return parts[0].attention.backward(dout, q, k, v, result, parts[0].spec)
+        gradients = []
+        for part, (shape, state) in zip(parts, result.state, strict=True):
+            lse = part.of(result.lse).flatten()[: shape.numel()].view(shape)
+            own = AttentionResult(part.of(result.out), lse, state)
+            gradients.append(part.attention.backward(*map(part.of, (dout, q, k, v)), own, part.spec))
+        dq, dk, dv = (torch.cat(of_parts, 2) for of_parts in zip(*gradients, strict=True))
+        return dq, dk, dv
+
+    def _parts(self, tokens: int, spec: AttentionSpec) -> list[_PartOfTokens]:
+        """Returns the local tokens that are divided over the processes, and those of whole documents."""
+        if spec.shared_tokens is None:
+            return [_PartOfTokens(slice(0, tokens), self._divided, spec)]
+        shared = spec.shared_tokens // self._processes
+        start = spec.shared_tokens + self._process * (tokens - shared)
+        own = documents_within(spec.documents, start, start + tokens - shared)
+        whole = replace(spec, documents=own, shared_tokens=None)
+        divided = replace(spec, documents=documents_within(spec.documents, 0, spec.shared_tokens), shared_tokens=None)
+        parts = [
+            _PartOfTokens(slice(0, shared), self._divided, divided),
+            _PartOfTokens(slice(shared, tokens), self._whole, whole),
+        ]
+        return [part for part in parts if part.tokens.start < part.tokens.stop]
+
+
+@dataclass(frozen=True, slots=True)
+class _PartOfTokens:
+    """Some of the local tokens, which see no others.
+
+    Attributes:
+        tokens: Range of the local tokens.
+        attention: Computes their attention.
+        spec: Attention rules. Their positions count from the first token of the part, over all processes.
+    """
+
+    tokens: slice
+    attention: AttentionBackend
+    spec: AttentionSpec
+
+    def of(self, t: Tensor) -> Tensor:
+        return t[:, :, self.tokens]
+
+
+def _lse_of_tokens(result: AttentionResult) -> Tensor:
+    """Returns a log-sum-exp as `[batch, heads, local tokens]`, which only its own kernel can read.
+
+    It may be that of some heads of more tokens, where processes exchange heads, or have no entries.
+    """
+    shape = result.out.shape[:3]
+    return result.lse.reshape(shape) if result.lse.numel() else result.lse.new_zeros(shape)
 
 
 class EachCallsKernel:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -25,7 +25,8 @@ from lightning_memo.parallel.batches.loss_arguments import (
     takes_loss_arguments,
     why_loss_unfit,
 )
-from lightning_memo.parallel.batches.packed_documents import has_axes, separate_documents
+from lightning_memo.parallel.batches.packed_documents import find_mixed_documents, has_axes, separate_documents
+from lightning_memo.parallel.batches.place_documents import pairs_of_a_token
 from lightning_memo.parallel.batches.same_batches import (
     check_even,
     check_same_batch,
@@ -254,6 +255,7 @@ class Processes:
         bounds_of: Callable[[int, int], tuple[int, ...]],
         global_slices: bool,
         hands_states: bool,
+        may_need_padding: Callable[[], bool],
         stack: contextlib.ExitStack,
     ) -> None:
         """Divide the tokens of each forward of a model that gets and returns whole rows, until `stack` is closed.
@@ -264,6 +266,7 @@ class Processes:
             bounds_of: As for :meth:`prepare_batches`.
             global_slices: As for :meth:`prepare_batches`.
             hands_states: As for :meth:`prepare_batches`.
+            may_need_padding: As for :meth:`prepare_batches`.
             stack: Undoes everything when it is closed.
 
         Raises:
@@ -273,12 +276,12 @@ class Processes:
         rows = WholeRows(model, repeated, self.current_layout, self._router_losses, group)
         check_layers(model, rows.text_model, repeated)
 
-        def layout_of(batch: Batch) -> TokenLayout:
+        def layout_of(batch: Batch, targets: Tensor | None, may_place: bool) -> TokenLayout:
             self._check_readers(batch)
-            return self._sharder.layout_of(batch)
+            return self._sharder.layout_of(batch, targets, may_place)
 
         rows.attach(layout_of, stack)
-        self.prepare_batches(model, bounds_of, global_slices, hands_states)
+        self.prepare_batches(model, bounds_of, global_slices, hands_states, may_need_padding)
 
     def after_step(self, module: nn.Module) -> None:
         """Forget copies of weights that a step of an optimizer has changed. All processes of a pipeline call this."""
@@ -299,6 +302,7 @@ class Processes:
         bounds_of: Callable[[int, int], tuple[int, ...]],
         global_slices: bool,
         hands_states: bool,
+        may_need_padding: Callable[[], bool],
     ) -> None:
         """Prepare to divide batches.
 
@@ -307,6 +311,7 @@ class Processes:
             bounds_of: Returns the slice bounds of a training batch from its rows and the tokens of a shard.
             global_slices: As `global_slices` of :class:`~lightning_memo.parallel.batches.token_layout.TokenLayout`.
             hands_states: Whether layers hand states from token to token, so that processes need contiguous ranges.
+            may_need_padding: Returns whether a module may relate tokens to those of the padding.
 
         Raises:
             ValueError: The settings cannot divide the model's heads over the processes, or experts are divided beside
@@ -342,7 +347,19 @@ class Processes:
             divides_layers=bool(hosts) and self.sizes.shards == 1 and self.pipeline is None and not global_slices,
             why_layers=_why_layers(hosts, self.current_layout.text_model),
             row_positions=has_axes(model) or any(hasattr(module, "mrope_section") for module in model.modules()),
+            places=self._may_place(model, hands_states),
+            joins_rows=bool(hosts) and find_mixed_documents(model, makes_cache=False) is None,
+            may_need_padding=may_need_padding,
+            pairs=pairs_of_a_token(_hidden_size(model)),
         )
+
+    def _may_place(self, model: nn.Module, hands_states: bool) -> bool:
+        """Returns whether a process may have short documents whole: there is nothing but attention between tokens.
+
+        Micro-batches of a pipeline are rows, and processes that share experts need equally many tokens.
+        """
+        text_model, alike = find_text_model(model), self.pipeline is None and self.sizes.expert <= self.sizes.context
+        return self.sizes.context > 1 and text_model is None and alike and not hands_states
 
     def shard_loader(self, loader: DataLoader[Any], split: bool, predicting: bool) -> Iterable[Any]:
         """Returns a loader of this process's data.
@@ -475,6 +492,13 @@ def _heads(model: nn.Module) -> tuple[int, int]:
     config = hosts[0].config.get_text_config()
     heads = getattr(config, "num_attention_heads", 0) or 0
     return heads, getattr(config, "num_key_value_heads", heads) or heads
+
+
+def _hidden_size(model: nn.Module) -> int:
+    """Returns the size of the hidden states of a Hugging Face model, or a usual one if it is unknown."""
+    hosts: list[Any] = find_hugging_face(model)
+    config = hosts[0].config.get_text_config() if hosts else None
+    return getattr(config, "hidden_size", 0) or 4096
 
 
 def _share_weights(module: nn.Module, device: torch.device) -> None:

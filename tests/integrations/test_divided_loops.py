@@ -49,10 +49,11 @@ def batch_of(family: str, number: int) -> Batch:
     ids = torch.randint(0, VOCABULARY, (ROWS, tokens), generator=generator)
     batch = {"input_ids": ids, "labels": ids.clone()}
     if number % 3 == 1:
-        batch["attention_mask"] = (torch.arange(tokens) < torch.tensor([[tokens], [29]])).long()
+        batch["attention_mask"] = (torch.arange(tokens) < torch.tensor([[tokens], [9]])).long()
         batch["labels"][batch["attention_mask"] == 0] = -100
     if number % 3 == 2 and "balanced" not in family:
-        batch["position_ids"] = torch.cat([torch.arange(15), torch.arange(tokens - 15)]).expand(ROWS, -1)
+        documents = [torch.arange(n) for n in (26, 4, 6, tokens - 36)]
+        batch["position_ids"] = torch.cat(documents).expand(ROWS, -1)
     return {name: t.to(DEVICE) for name, t in batch.items()}
 
 

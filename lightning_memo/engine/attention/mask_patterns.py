@@ -346,8 +346,8 @@ def _mask_of_all_tokens(
     added: torch.dtype | None,
 ) -> Tensor | None:
     """Return the mask of a pattern for all tokens of a row, `[rows, 1, tokens, tokens]`; `None` if none is needed."""
-    tokens = layout.row_tokens
-    spec = AttentionSpec(rules.causal, None, rules.window, 0.0, layout.lengths, documents=layout.documents)
+    tokens, rows, batch = layout.row_tokens, layout.rows_of_batch(rows), layout.placement or layout
+    spec = AttentionSpec(rules.causal, None, rules.window, 0.0, batch.lengths, documents=batch.documents)
     padded = spec.lengths is not None and min(spec.lengths) < tokens
     if may_skip and not padded and spec.documents is None:
         return None

@@ -126,7 +126,9 @@ def _answer(
     if trained:
         refuse_without_grad("attention")
     if layout is not None:  # the model knows documents and padding only for its own part of the tokens
-        spec = replace(spec, documents=layout.documents, lengths=None if spec.causal else layout.lengths)
+        shared = None if layout.placement is None else layout.placement.shared_tokens
+        lengths = None if spec.causal else layout.lengths
+        spec = replace(spec, documents=layout.documents, lengths=lengths, shared_tokens=shared)
     token, modes = _handler.set(None), _leave_own_modes()
     try:
         return handler(*autocast_inputs(q, k, v), spec)

@@ -39,6 +39,12 @@ class GatheredModules:
         self._inner: dict[nn.Module, Callable[[], None]] = {}
         self._drawn: set[tuple[nn.Module, bool]] = set()
         self._told: set[str] = set()
+        self._has_asked = False
+
+    @property
+    def may_need_padding(self) -> bool:
+        """Whether a module may relate tokens to padding: one runs on the tokens of all processes, or none has run."""
+        return not self._has_asked or bool(self._layers or self._inner)
 
     def why_not(self, call: LayerCall) -> str:
         """Return why no module of a layer can run on the tokens of all processes; empty if it can."""
@@ -55,6 +61,7 @@ class GatheredModules:
             layer: The layer.
             paths: Dotted names of the modules; empty for the layer itself.
         """
+        self._has_asked = True
         for path in paths:
             module = layer.get_submodule(path)
             if module is layer:
@@ -99,6 +106,11 @@ class GatheredModules:
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if layout is None or any(isinstance(t, FakeTensor) for t in tensors):
             return forward(*args, **kwargs)
+        if layout.placement is not None and layout.placement.lengths is not None:
+            raise ValueError(
+                f"{class_name(module)} runs on the tokens of all processes, which no layer before it did, and padding "
+                "was left out of the batch: give rows of one length, or set context_parallel_size=1"
+            )
         assert self._context is not None and self._context.everyone is not None
         rows = next((t.shape[0] for t in tensors if t.dim() > 1 and t.shape[1] == layout.local_tokens), None)
         if rows is None:
@@ -112,7 +124,7 @@ class GatheredModules:
         arguments = tree_map(cached_by_identity(whole), (args, kwargs))
         with computing_alone():
             output = self._check_draws(module, lambda: forward(*arguments[0], **arguments[1]))
-        return tree_map(functools.partial(own_of, tokens=tokens, rows=rows, is_output=True), output)
+        return tree_map(functools.partial(own_of, tokens=tokens, rows=tokens.rows(rows), is_output=True), output)
 
     def _check_draws(self, module: nn.Module, run: Callable[[], T]) -> T:
         state = (module, module.training)

@@ -11,7 +11,7 @@ gradients of inputs are added over the processes.
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,8 +41,15 @@ class GatheredTokens:
         """Number of tokens of a row, without padding."""
         return self.layout.row_tokens
 
+    def rows(self, rows: int) -> int:
+        """Return the number of rows of whole tensors, from that of tensors of this process's tokens."""
+        return self.layout.rows_of_batch(rows)
+
     def whole(self, t: Tensor, dim: int) -> Tensor:
-        """Return the tokens of all processes in their order, from a tensor whose dimension `dim` has this process's."""
+        """Return the tokens of all processes in their order, from a tensor whose dimension `dim` has this process's.
+
+        Padding that no process has is 0.
+        """
         if not t.is_floating_point():
             return self._gather(t, dim)
         gathered: Tensor = _Gather.apply(t, dim, self)
@@ -50,29 +57,56 @@ class GatheredTokens:
 
     def own(self, t: Tensor, dim: int) -> Tensor:
         """Return this process's tokens, in its order, from a tensor whose dimension `dim` has all; padding is 0."""
-        own = _places(self.layout)[0].to(t.device)
-        return self._padded(t, dim).index_select(dim, own)
-
-    def _padded(self, t: Tensor, dim: int) -> Tensor:
-        missing = self.layout.tokens - t.shape[dim]
-        return F.pad(t, (0, 0) * (t.dim() - 1 - dim) + (0, missing)) if missing else t
+        tokens = self._tokens_first(t, dim).index_select(0, _places(self.layout).own.to(t.device))
+        return self._of_process(tokens, dim).contiguous()
 
     def _gather(self, t: Tensor, dim: int) -> Tensor:
+        if self._joins_rows and (dim == 0 or t.shape[0] != 1):
+            raise ValueError(
+                f"a tensor {list(t.shape)} has no rows, whose documents processes have whole: set "
+                "context_parallel_size=1, or give rows of one length"
+            )
         sent = t.movedim(dim, 0).contiguous()
         bits = sent.view(torch.uint8) if sent.dtype == torch.bool else sent
         received = bits.new_empty((self.layout.tokens, *bits.shape[1:]))
         all_gather_single(received, bits, group=self._group)
-        order = _places(self.layout)[2][: self.tokens].to(t.device)
-        return received.view(sent.dtype).index_select(0, order).movedim(0, dim).contiguous()
+        order = _places(self.layout).order.to(t.device)
+        if self.layout.placement is not None:
+            received = _with_padding(received, 1)
+        whole = received.view(sent.dtype).index_select(0, order)
+        if not self._joins_rows:
+            return whole.movedim(0, dim).contiguous()
+        return whole.unflatten(0, (-1, self.tokens)).squeeze(2).movedim(1, dim).contiguous()
 
     def _scatter(self, gradient: Tensor, dim: int) -> Tensor:
         """Return the gradient of this process's tokens: the sum over the processes, in fp32 for half precision."""
-        places = _places(self.layout)[1].to(gradient.device)
-        sent = self._padded(gradient, dim).movedim(dim, 0).index_select(0, places)
+        sent = self._tokens_first(gradient, dim).index_select(0, _places(self.layout).all.to(gradient.device))
         received = torch.empty_like(sent)  # a reduction in fp32 would send, and hold, twice as much
         dist.all_to_all_single(received, sent, group=self._group)
         parts = received.unflatten(0, (-1, self.layout.local_tokens))
-        return parts.sum(0, dtype=sums_dtype(gradient)).movedim(0, dim).to(gradient.dtype)
+        return self._of_process(parts.sum(0, dtype=sums_dtype(gradient)), dim).to(gradient.dtype)
+
+    @property
+    def _joins_rows(self) -> bool:
+        """Whether the documents of several rows are in one row of each process."""
+        return self.layout.rows_of_batch(1) > 1
+
+    def _tokens_first(self, whole: Tensor, dim: int) -> Tensor:
+        """Return the tokens of all rows in the first dimension, with padding behind them."""
+        if not self._joins_rows:
+            tokens = whole.movedim(dim, 0)
+        else:
+            tokens = whole.expand(self.rows(1), *whole.shape[1:]).movedim(dim, 1).flatten(0, 1)
+        missing = self.layout.tokens - len(tokens) if self.layout.placement is None else 1
+        return _with_padding(tokens, missing)
+
+    def _of_process(self, tokens: Tensor, dim: int) -> Tensor:
+        """Return tokens of this process with its rows before them, from a tensor with the tokens first."""
+        return tokens.unsqueeze(1).movedim(0, dim) if self._joins_rows else tokens.movedim(0, dim)
+
+
+def _with_padding(tokens: Tensor, count: int) -> Tensor:
+    return F.pad(tokens, (0, 0) * (tokens.dim() - 1) + (0, count)) if count else tokens
 
 
 class _Gather(torch.autograd.Function):
@@ -87,10 +121,30 @@ class _Gather(torch.autograd.Function):
         return ctx.tokens._scatter(gradient, ctx.dim), None, None
 
 
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where tokens are, int64.
+
+    Attributes:
+        own: This process's tokens among those of all rows. Padding follows all tokens.
+        all: The same of all processes, one after the other.
+        order: Where all tokens of the rows are among those of `all`; behind them if no process has them.
+    """
+
+    own: Tensor
+    all: Tensor
+    order: Tensor
+
+
 @functools.lru_cache(maxsize=8)  # every layer of a batch asks for the same
-def _places(layout: TokenLayout) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the positions of this process's tokens, those of all processes one after the other, and their order."""
+def _places(layout: TokenLayout) -> _Places:
     ranks = [(ring, ulysses) for ring in range(layout.ring) for ulysses in range(layout.ulysses)]
     layouts = [replace(layout, ring_rank=ring, ulysses_rank=ulysses) for ring, ulysses in ranks]
-    places = torch.cat([each.layer_order() for each in layouts])
-    return layout.layer_order(), places, places.argsort()
+    own, places = layout.layer_order(), torch.cat([each.layer_order() for each in layouts])
+    if layout.placement is None:
+        return _Places(own, places, places.argsort()[: layout.row_tokens])
+    sources, count = layout.placement.sources(), layout.placement.rows * layout.row_tokens
+    sources = torch.where(sources < 0, count, sources)
+    order = torch.full((count + 1,), layout.tokens)
+    order[sources[places]] = torch.arange(layout.tokens)
+    return _Places(sources[own], sources[places], order[:count])

@@ -336,9 +336,9 @@ class RouterLosses:
             ValueError: The router logits are not those of the batch.
         """
         layout = self._current.layout
-        if layout is None or layout.lengths is None:
+        mask = None if layout is None else layout.valid()
+        if mask is None:
             return None
-        mask = layout.fed_order()[None] < torch.tensor(layout.lengths)[:, None]
         if mask.numel() != logits[..., 0].numel():
             raise ValueError(
                 f"a load-balancing loss got router logits {list(logits.shape)} for a batch of {mask.shape[0]} rows and "

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_memo.parallel.batches.token_layout import Documents
+from lightning_memo.parallel.batches.place_documents import Documents
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import NoLayersError, find_hugging_face, find_stacks, find_text_model
 from lightning_memo.utils.state_functions import JOINED_FUNCTIONS, STATE_FUNCTIONS

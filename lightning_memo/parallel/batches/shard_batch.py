@@ -31,6 +31,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_memo.parallel.batches.packed_documents import packed_documents
+from lightning_memo.parallel.batches.place_documents import (
+    DocumentPlacement,
+    Documents,
+    PlacingCosts,
+    place_documents,
+)
 from lightning_memo.parallel.batches.token_layout import (
     CurrentLayout,
     TokenLayout,
@@ -74,6 +80,10 @@ class BatchSharder:
         divides_layers: Whether each call of a layer may be divided by itself.
         why_layers: Why it has to be, as a clause, whatever the batch; empty if it has not.
         row_positions: Whether the model needs positions of each row, as those of several axes do.
+        places: Whether short documents may lie whole on a process; see Note: [Documents of different lengths].
+        joins_rows: Whether they may be those of several rows, which then follow one another in one row.
+        may_need_padding: Returns whether a module may relate tokens to those of the padding, which is then kept.
+        pairs: As `pairs` of :class:`~lightning_memo.parallel.batches.place_documents.PlacingCosts`.
     """
 
     ring: int = 1
@@ -93,6 +103,10 @@ class BatchSharder:
     divides_layers: bool = False
     why_layers: str = ""
     row_positions: bool = False
+    places: bool = False
+    joins_rows: bool = False
+    may_need_padding: Callable[[], bool] = lambda: False
+    pairs: int = 1
 
     @property
     def cuts(self) -> bool:
@@ -104,8 +118,9 @@ class BatchSharder:
 
         `input_ids` `[batch, tokens]` (or `inputs_embeds`) and every other tensor `[batch, tokens, ...]` are padded on
         the right and divided. `attention_mask` becomes the layout's lengths, missing `position_ids` are added, and
-        documents packed in a row become the layout's documents. Other entries are unchanged. A batch that need not be
-        divided is unchanged except for the loss arguments, and has no layout.
+        documents packed in a row become the layout's documents. Other entries are unchanged. If short documents lie
+        whole on a process, the part has a single row. A batch that need not be divided is unchanged except for the loss
+        arguments, and has no layout.
 
         Loss arguments are added for models that compute their loss as Hugging Face does, and to batches with
         `shift_labels`. `labels` and `shift_labels` hold the shifted labels of this part. `num_items_in_batch` is the
@@ -130,15 +145,15 @@ class BatchSharder:
                 "and no pipeline"
             )
         rows, tokens, device = _size(batch)
-        layout = self.layout_of(batch)
         targets = self._targets(batch, rows, tokens)
+        layout = self.layout_of(batch, targets, targets is not None and has_rows_of_tokens(batch, rows, tokens))
         own = _OwnTokens(layout, device)
         part = copy.copy(batch)
         if not self.in_model:
             part.pop("attention_mask", None)
             part.update({name: own.cut(value) for name, value in part.items() if _is_per_token(value, rows, tokens)})
             positions = own.positions(batch.get("position_ids"), tokens)
-            part["position_ids"] = positions.expand(rows, -1) if self.row_positions else positions
+            part["position_ids"] = positions.expand(own.rows(rows), -1) if self.row_positions else positions
         if targets is not None:
             part["shift_labels"] = own.cut(targets, IGNORED)
             if self.takes_loss_arguments or "labels" in part:
@@ -198,28 +213,53 @@ class BatchSharder:
             )
         return self._layout(rows, tokens)
 
-    def layout_of(self, batch: Any) -> TokenLayout:
+    def layout_of(self, batch: Any, targets: Tensor | None = None, may_place: bool = False) -> TokenLayout:
         """Returns the layout of the tokens of a batch that is divided.
 
         Args:
             batch: Whole batch.
+            targets: Label of the token after each token, `[batch, tokens]`; `None` if there are none.
+            may_place: Whether this process may get the tokens of several rows in one, and no padding.
 
         Raises:
             ValueError: The batch cannot be divided. The message says why and what to do.
         """
         rows, tokens, _ = _size(batch)
         _check_tensors(batch, rows, tokens, self.in_model)
-        mask = batch.get("attention_mask")
+        largest, mask = largest_position(batch, tokens), batch.get("attention_mask")
+        lengths = None if mask is None else right_padded_lengths(mask)
+        documents = self.documents_of(batch, rows)
+        placement = self._place(rows, tokens, lengths, documents) if may_place else None
+        # A loss of padding needs the hidden states of padding.
+        if placement is not None and lengths is not None and not _ignores_padding(targets, mask):
+            placement = None
+        if placement is not None:
+            rows, tokens, lengths, documents = 1, placement.tokens, None, (placement.starts,)
         return self._layout(
             rows,
             tokens,
-            lengths=None if mask is None else right_padded_lengths(mask),
+            lengths=lengths,
             shards=self.shards,
             bounds=self.bounds_of(rows, self._padded(tokens) // (self.ring * self.ulysses * self.shards)),
             global_slices=self.global_slices,
-            documents=self.documents_of(batch, rows),
-            largest_position=largest_position(batch, tokens),
+            documents=documents,
+            largest_position=largest,
+            placement=placement,
         )
+
+    def _place(
+        self, rows: int, tokens: int, lengths: tuple[int, ...] | None, documents: Documents | None
+    ) -> DocumentPlacement | None:
+        """Returns where the documents of a batch are; `None` if every row is divided."""
+        if not self.places or self.global_slices or (rows > 1 and not self.joins_rows):
+            return None
+        if lengths is None and documents is None:
+            return None
+        if lengths is not None and self.may_need_padding():
+            return None
+        needed = multiple(self.ring, self.ulysses, self.shards)
+        costs = PlacingCosts(self.ring, self.ulysses, needed, self.pairs)
+        return place_documents(rows, tokens, documents, lengths, costs)
 
     def _layout(self, rows: int, tokens: int, lengths: tuple[int, ...] | None = None, **of_batch: Any) -> TokenLayout:
         """Returns the layout of some rows, which are padded to what the processes divide."""
@@ -262,7 +302,7 @@ class BatchSharder:
                 "labels: give shift_labels [batch, tokens], the label of each token's successor, and divide the "
                 "summed loss by the batch's num_items_in_batch"
             )
-        return labels if name == "shift_labels" else F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+        return labels if name == "shift_labels" else shifted(labels)
 
     def _with_item_count(self, batch: Any) -> Any:
         # A single rank that computes the loss of all tokens already has the true mean.
@@ -284,6 +324,25 @@ class BatchSharder:
             dist.all_reduce(count, group=self.data_group)
         # A batch without any label has loss 0, not 0 / 0.
         return count.clamp(min=1).float() / self.ranks
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """Returns the label of the token after each token, `[batch, tokens]`, from that of each."""
+    return F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+
+
+def has_rows_of_tokens(batch: Mapping[str, Any], rows: int, tokens: int) -> bool:
+    """Returns whether a batch has one row, or nothing in it belongs to rows but their tokens."""
+    return rows == 1 or all(
+        value is None
+        or isinstance(value, bool | int | float | str)
+        or (isinstance(value, Tensor) and (value.ndim == 0 or value.shape[:2] in ((rows, tokens), (1, tokens))))
+        for value in batch.values()
+    )
+
+
+def _ignores_padding(targets: Tensor | None, mask: Tensor) -> bool:
+    return targets is not None and not bool(((targets != IGNORED) & (mask == 0)).any())
 
 
 def rows_of(batch: Batch) -> int:
@@ -359,18 +418,29 @@ class _OwnTokens:
     """
 
     def __init__(self, layout: TokenLayout, device: torch.device) -> None:
-        self._tokens = layout.tokens
-        self._order = layout.fed_order().to(device)
+        self._layout = layout
+        sources = layout.sources()
+        self._joins = sources is not None
+        self._order = (layout.fed_order() if sources is None else sources).to(device)
+
+    def rows(self, rows: int) -> int:
+        """Returns the number of rows of this rank's tokens."""
+        return 1 if self._joins else rows
 
     def cut(self, whole: Tensor, fill: int = 0) -> Tensor:
-        """Returns the part of a tensor `[batch, tokens, ...]`, which is padded on the right.
+        """Returns the part of a tensor `[batch or 1, tokens, ...]`, which is padded on the right.
 
         Args:
             whole: The tensor.
             fill: Value of the padding.
         """
-        padding = (0, 0) * (whole.ndim - 2) + (0, self._tokens - whole.shape[1])
-        return F.pad(whole, padding, value=fill).index_select(1, self._order)
+        if self._joins:
+            rows = self._layout.rows_of_batch(1)
+            whole = whole.expand(rows, *whole.shape[1:]).flatten(0, 1)[None]  # type: ignore[assignment]
+        count = 1 if self._joins else self._layout.tokens - whole.shape[1]
+        padding = (0, 0) * (whole.ndim - 2) + (0, count)
+        order = self._order % (whole.shape[1] + count)  # -1 is the padding
+        return F.pad(whole, padding, value=fill).index_select(1, order)
 
     def positions(self, whole: Tensor | None, tokens: int) -> Tensor:
         """Returns the positions of the tokens, `[..., tokens of this rank]`.
@@ -381,8 +451,10 @@ class _OwnTokens:
         """
         if whole is None:
             whole = torch.arange(tokens, device=self._order.device)[None]
+        if self._joins:
+            return self.cut(whole)
         # Padding has the last position, because position tables may end there.
-        padding = whole[..., -1:].expand(*whole.shape[:-1], self._tokens - whole.shape[-1])
+        padding = whole[..., -1:].expand(*whole.shape[:-1], self._layout.tokens - whole.shape[-1])
         return torch.cat([whole, padding], -1).index_select(-1, self._order)
 
 
@@ -443,7 +515,7 @@ class TextModelInputs:
         given = dict(zip(inspect.signature(text_model.forward).parameters, args, strict=False)) | kwargs
         whole = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
         rows, tokens = whole.shape[:2]  # type: ignore[union-attr]
-        if not 0 <= layout.tokens - tokens < multiple(layout.ring, layout.ulysses, layout.shards):
+        if not 0 <= layout.padded_row_tokens - tokens < multiple(layout.ring, layout.ulysses, layout.shards):
             raise ValueError(
                 f"{class_name(text_model)} got rows of {tokens} tokens, but the last batch was divided into "
                 f"{layout.local_tokens}: with context_parallel_size, run the model on the batches that its steps are "

@@ -7,6 +7,9 @@ parallelism each shard holds its part of every slice, so that gathering a slice 
 of the layer order. If attention runs slice after slice, each slice is a range of the whole sequence and is divided by
 itself, so that earlier slices are the past of all ranks. Layers that hand a state from token to token need contiguous
 ranges, in the order of the ranks. All permutations are applied once, to the batch.
+
+If a batch has documents of different lengths, only the long ones may be divided: see
+Note: [Documents of different lengths]. Positions are then those in the sequence of attention.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from lightning_memo.parallel.batches.place_documents import DocumentPlacement, Documents
 
 
 def why_positions_unknown(model: nn.Module) -> str:
@@ -135,10 +140,20 @@ def first_and_count(valid: Tensor) -> tuple[Tensor, Tensor]:
     return entries.argmax(-1), torch.where(runs == 1, entries.sum(-1, dtype=torch.int32), 0)
 
 
-Documents = tuple[tuple[int, ...], ...]
-
 # Shorter documents are not divided one by one: their attention takes less time than more kernel calls would.
 _MOST_PARTS = 64
+
+
+def documents_within(documents: Documents | None, start: int, stop: int) -> Documents | None:
+    """Returns the documents of a range of positions, which count from its start; `None` for one document per row.
+
+    Args:
+        documents: As `documents` of :class:`TokenLayout`. One of each row starts at `start`.
+        start: The first position.
+        stop: The position behind the last one.
+    """
+    found = tuple(tuple(edge - start for edge in starts if start <= edge < stop) for starts in documents or ())
+    return found if any(len(starts) > 1 for starts in found) else None
 
 
 def multiple(ring: int, ulysses: int, shards: int) -> int:
@@ -221,6 +236,7 @@ class TokenLayout:
         largest_position: Largest position of the batch without padding, on which some rotary frequencies depend;
             `None` for `tokens - 1`.
         padding: Number of tokens by which all rows were padded on the right.
+        placement: Where the documents of the batch are, if only some of them are divided; `None` if all rows are.
 
     Raises:
         ValueError: The numbers are inconsistent. The message names them.
@@ -239,6 +255,7 @@ class TokenLayout:
     lengths: tuple[int, ...] | None = None
     largest_position: int | None = None
     padding: int = 0
+    placement: DocumentPlacement | None = None
 
     def __post_init__(self) -> None:
         self._check_ranks()
@@ -267,8 +284,17 @@ class TokenLayout:
 
     @property
     def row_tokens(self) -> int:
-        """Number of tokens of a row without the padding of all rows."""
-        return self.tokens - self.padding
+        """Number of tokens of a row of the batch, without the padding of all rows."""
+        return self.tokens - self.padding if self.placement is None else self.placement.row_tokens
+
+    @property
+    def padded_row_tokens(self) -> int:
+        """Number of tokens of a row of the batch, with the padding of all rows."""
+        return self.tokens if self.placement is None else self.placement.row_tokens
+
+    def rows_of_batch(self, rows: int) -> int:
+        """Return the number of rows of the batch if the model gets `rows` of them."""
+        return rows if self.placement is None else self.placement.rows
 
     @property
     def local_tokens(self) -> int:
@@ -283,6 +309,8 @@ class TokenLayout:
     @property
     def sections(self) -> tuple[range, ...]:
         """Ranges of positions, each of which is divided over the context-parallel ranks."""
+        if self.placement is not None:
+            return (range(self.placement.shared_tokens),) if self.placement.shared_tokens else ()
         if not (self.global_slices and self.bounds):
             return (range(self.tokens),)
         parts = self.ring * self.ulysses * self.shards
@@ -290,10 +318,18 @@ class TokenLayout:
 
     def layer_order(self) -> Tensor:
         """Returns the positions of this rank's tokens in the order of attention, int64 `[local_tokens]`."""
-        return torch.cat([self._own_part(section) for section in self.sections])
+        parts = [self._own_part(section) for section in self.sections]
+        if self.placement is not None:
+            size = self.placement.whole_tokens
+            start = self.placement.shared_tokens + (self.ring_rank * self.ulysses + self.ulysses_rank) * size
+            parts.append(torch.arange(start, start + size))
+        return torch.cat(parts)
 
     def _own_part(self, section: range) -> Tensor:
-        chunks = ring_chunks(section, self.ring, self.ring_rank, self.documents, self.contiguous)
+        documents = self.documents
+        if self.placement is not None:
+            documents = documents_within(documents, section.start, section.stop)
+        chunks = ring_chunks(section, self.ring, self.ring_rank, documents, self.contiguous)
         return torch.cat([torch.arange(c.start, c.stop) for c in chunks]).chunk(self.ulysses)[self.ulysses_rank]
 
     def position_of(self, token: int) -> int:
@@ -313,6 +349,20 @@ class TokenLayout:
         shards, are the tokens `[shards * a, shards * b)` of the layer order.
         """
         return self.as_fed(self.layer_order(), 0)
+
+    def sources(self) -> Tensor | None:
+        """Returns the token of the batch for each token of the fed order, int64 `[local_tokens]`; -1 for padding.
+
+        Rows of the batch follow one another. The result is `None` if every row is divided.
+        """
+        return None if self.placement is None else self.placement.sources()[self.fed_order()]
+
+    def valid(self) -> Tensor | None:
+        """Returns which tokens of the fed order are no padding, `[rows, local_tokens]`; `None` if all are."""
+        sources = self.sources()
+        if sources is not None:
+            return (sources >= 0)[None]
+        return None if self.lengths is None else self.fed_order()[None] < torch.tensor(self.lengths)[:, None]
 
     def as_fed(self, t: Tensor, dim: int) -> Tensor:
         """Returns a tensor whose dimension `dim` has the tokens of the layer order, with these in fed order."""
@@ -355,6 +405,8 @@ class TokenLayout:
             raise ValueError(f"slice bounds {self.bounds} of a ring must be multiples of {needed}")
 
     def _check_rows(self) -> None:
+        if self.placement is not None and (self.global_slices or self.contiguous):
+            raise ValueError("documents that lie whole on a process have no slices or ranges that processes share")
         for starts in self.documents or ():
             if not starts or starts[0] != 0 or starts[-1] >= self.tokens or not all(a < b for a, b in pairwise(starts)):
                 raise ValueError(f"documents at {starts} must start at 0 and increase to below {self.tokens} tokens")

@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_memo.parallel.batches.gathered_tokens import GatheredTokens
 from lightning_memo.parallel.batches.loss_arguments import RouterLosses
 from lightning_memo.parallel.batches.packed_documents import DOCUMENT_ARGUMENTS
-from lightning_memo.parallel.batches.shard_batch import Batch, TextModelInputs
+from lightning_memo.parallel.batches.shard_batch import Batch, TextModelInputs, has_rows_of_tokens, shifted
 from lightning_memo.parallel.batches.token_layout import (
     CurrentLayout,
     TokenLayout,
@@ -44,6 +44,7 @@ from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face, find_text_model
 from lightning_memo.utils.retained_graph import first_derivative
 
+LayoutOf = Callable[[Batch, Tensor | None, bool], TokenLayout]
 _OF_LAYOUT = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", *DOCUMENT_ARGUMENTS)
 
 
@@ -98,11 +99,12 @@ class WholeRows:
         self._is_sharded = _averages_shards(model)
         self._running: nn.Module | None = None
 
-    def attach(self, layout_of: Callable[[Batch], TokenLayout], stack: contextlib.ExitStack) -> None:
+    def attach(self, layout_of: LayoutOf, stack: contextlib.ExitStack) -> None:
         """Divide the tokens of all forwards until `stack` is closed.
 
         Args:
-            layout_of: Returns the layout of a call's arguments. All processes of the group call it together.
+            layout_of: Returns the layout of a call's tokens, as :meth:`BatchSharder.layout_of` does. All processes of
+                the group call it together.
             stack: Undoes everything when it is closed.
         """
 
@@ -133,7 +135,7 @@ class WholeRows:
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        layout_of: Callable[[Batch], TokenLayout],
+        layout_of: LayoutOf,
     ) -> None:
         given = _by_name(module, args, kwargs)
         trains, cached = torch.is_grad_enabled(), given_cache(given) is not None
@@ -148,7 +150,7 @@ class WholeRows:
         if trains:
             self._check_averaged()
         batch = {name: given[name] for name in _OF_LAYOUT if given.get(name) is not None}
-        self._current.layout, self._current.sharers = layout_of(batch), self._group
+        self._current.layout, self._current.sharers = layout_of(batch, *_placing(given)), self._group
         self._router_losses.use(self._group)
 
     def _average_embeds(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -213,6 +215,16 @@ class WholeRows:
 
 def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | kwargs
+
+
+def _placing(given: Mapping[str, Any]) -> tuple[Tensor | None, bool]:
+    """Return the targets of a call's tokens, if any, and whether nothing in it belongs to rows but tokens."""
+    ids, labels = given.get("input_ids"), given.get("labels")
+    tokens = given.get("inputs_embeds") if ids is None else ids
+    if tokens is None:
+        return None, False
+    has_targets = isinstance(labels, Tensor) and labels.shape == tokens.shape[:2]
+    return shifted(labels) if has_targets else None, has_rows_of_tokens(given, *tokens.shape[:2])
 
 
 def _innermost(host: nn.Module, layers: Sequence[nn.Module]) -> nn.Module:
