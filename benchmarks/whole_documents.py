@@ -13,8 +13,7 @@ The time of a step is that of the slowest process, for the layers' forward and b
 layer: products in proportion to the tokens of a process, attention to the pairs of queries and keys, messages and
 merged outputs to the divided tokens. The size of the context-parallel group is fixed ("divided": every row is divided
 over all processes, packed ones at the edges of documents), or fits the documents ("placed": as in training). Merging
-has the estimate's rate, which was fitted to A800s. Ratios without it are given, too, and those to rows that are divided
-without their padding.
+has the estimate's rate. Ratios without it are given, too, and those to rows that are divided without their padding.
 """
 
 from __future__ import annotations
