@@ -66,9 +66,9 @@ class RunningDocuments:
             token: The first of the tokens, among those of this process.
 
         Returns:
-            The documents; `None` if rows are not packed, or if tokens are in an order in which no state passes on.
+            The documents; `None` if rows are not packed, or if whole documents are placed, among which no state passes.
         """
-        if documents is None or (layout is not None and not layout.contiguous):
+        if documents is None or (layout is not None and layout.placement is not None):
             return None
         return cls(documents, token if layout is None else layout.position_of(token))
 

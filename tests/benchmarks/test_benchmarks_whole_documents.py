@@ -5,16 +5,14 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
 from support import warm
 from support.paths import ROOT
 
 
-@pytest.mark.slow
 def test_documents_that_stay_whole_are_faster(tmp_path: Path) -> None:
     process = subprocess.run(
         [
-            warm.tools() / "python", ROOT / "benchmarks" / "whole_documents.py", "--documents", "1000", "--seq-len",
+            warm.tools() / "python", ROOT / "benchmarks" / "whole_documents.py", "--documents", "400", "--seq-len",
             "65536", "--output", str(tmp_path),
         ],
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
