@@ -248,6 +248,7 @@ class ActivationPlanner(MetersSteps):
 
     def _measured(self, profile: StepProfile, step_seconds: float, everyone: bool) -> MeasuredStep:
         run, engine, device = self._run, self._engine, self._engine.device
+        settings = engine.settings
         engine.pages.pause()
         fixed = state_bytes(run.model, run.optimizers)
         metered, in_flight = self._stop_meter(), engine.micro_batches.in_flight
@@ -259,7 +260,14 @@ class ActivationPlanner(MetersSteps):
         arena = None if engine.memory is None else engine.memory.host.arena
         costs = self._raising_together(
             lambda: measured_layer_costs(
-                profile, step_seconds, fixed, working_set, device, engine.settings.disk_path, arena
+                profile,
+                step_seconds,
+                fixed,
+                working_set,
+                device,
+                settings.disk_path,
+                arena,
+                counts_launches=settings.test_mode is None,
             ),
             everyone,
         )
