@@ -246,9 +246,16 @@ def test_right_padding_becomes_lengths(tokens, lengths, expected):
     batch = make_batch(tokens=tokens)
     if lengths is not None:
         batch["attention_mask"] = mask_of(*lengths, tokens=tokens)
+        batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
     for part, layout in shard_all(batch, sharders(ring=2)):
         assert layout.lengths == expected
         assert "attention_mask" not in part
+
+
+def test_labels_of_padding_are_refused():
+    batch = make_batch(tokens=8, ignored=0.0) | {"attention_mask": mask_of(5, 8, tokens=8)}
+    with pytest.raises(ValueError, match=r"padding has labels.*labels\[attention_mask == 0\] = -100"):
+        shard_all(batch, sharders(ring=2))
 
 
 def test_packed_documents():
@@ -278,6 +285,7 @@ def test_positions_that_only_count_are_no_documents():
 def test_positions_under_a_mask_are_no_documents():
     # transformers looks for documents only where there is no mask; padded positions often stand still.
     batch = make_batch(tokens=8) | {"attention_mask": mask_of(5, 8, tokens=8)}
+    batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
     batch["position_ids"] = torch.tensor([[0, 1, 2, 3, 4, 1, 1, 1], [*range(8)]])
     [layout, _] = [layout for _, layout in shard_all(batch, sharders(ring=2))]
     assert (layout.documents, layout.lengths) == (None, (5, 8))

@@ -229,9 +229,15 @@ class BatchSharder:
         largest, mask = largest_position(batch, tokens), batch.get("attention_mask")
         lengths = None if mask is None else right_padded_lengths(mask)
         documents = self.documents_of(batch, rows)
+        if lengths is not None and targets is not None and _counts_padding(targets, mask):
+            raise ValueError(
+                "padding has labels, and the hidden states of padding are others where processes share tokens, as "
+                "causal attention is computed without the padding mask: set them to -100 "
+                "(labels[attention_mask == 0] = -100)"
+            )
         placement = self._place(rows, tokens, lengths, documents) if may_place else None
         # A loss of padding needs the hidden states of padding.
-        if placement is not None and lengths is not None and not _ignores_padding(targets, mask):
+        if placement is not None and lengths is not None and targets is None:
             placement = None
         if placement is not None:
             rows, tokens, lengths, documents = 1, placement.tokens, None, (placement.starts,)
@@ -341,8 +347,8 @@ def has_rows_of_tokens(batch: Mapping[str, Any], rows: int, tokens: int) -> bool
     )
 
 
-def _ignores_padding(targets: Tensor | None, mask: Tensor) -> bool:
-    return targets is not None and not bool(((targets != IGNORED) & (mask == 0)).any())
+def _counts_padding(targets: Tensor, mask: Tensor) -> bool:
+    return bool(((targets != IGNORED) & (mask == 0)).any())
 
 
 def rows_of(batch: Batch) -> int:
