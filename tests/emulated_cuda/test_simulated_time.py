@@ -38,6 +38,7 @@ simulated_time.set_machine({"gemm_half": 1e15, "gemm_fp32": 1e13, "hbm": 1e12, "
                             "host_bytes": 2**30})
 small = torch.arange(1000, device="cuda")
 assert small.sum().item() == 499500 and int((small > 990).sum()) == 9 and small[small > 990].tolist()[0] == 991
+assert small[torch.full((4,), 2**60, device="cuda")].tolist() == [0] * 4  # as memory that a large copy left as it was
 large = torch.ones(2**36, dtype=torch.bfloat16, device="cuda")  # 128 GiB
 assert large.mul_(2).sum().item() == 0
 assert torch.cuda.max_memory_allocated() >= 2**37

@@ -172,6 +172,8 @@ def whole_of(value: Any, tokens: GatheredTokens, rows: int, is_output: bool = Fa
         return value
     local = tokens.layout.local_tokens
     dim = token_dim_of(value, local, rows, 1)
+    if dim == 0 and tokens.tokens in value.shape[1:]:  # position biases of all tokens: [rows * heads, 1, tokens]
+        return value
     if dim is not None:
         return tokens.whole(value, dim)
     if is_output and value.dim() and value.shape[0] == rows * local:  # as the logits of routers

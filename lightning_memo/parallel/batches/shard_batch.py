@@ -229,16 +229,14 @@ class BatchSharder:
         largest, mask = largest_position(batch, tokens), batch.get("attention_mask")
         lengths = None if mask is None else right_padded_lengths(mask)
         documents = self.documents_of(batch, rows)
-        if lengths is not None and targets is not None and _counts_padding(targets, mask):
+        if lengths is not None and targets is not None and bool(((targets != IGNORED) & (mask == 0)).any()):
             raise ValueError(
                 "padding has labels, and the hidden states of padding are others where processes share tokens, as "
                 "causal attention is computed without the padding mask: set them to -100 "
                 "(labels[attention_mask == 0] = -100)"
             )
+        may_place &= lengths is None or targets is not None  # a loss of padding needs the hidden states of padding
         placement = self._place(rows, tokens, lengths, documents) if may_place else None
-        # A loss of padding needs the hidden states of padding.
-        if placement is not None and lengths is not None and targets is None:
-            placement = None
         if placement is not None:
             rows, tokens, lengths, documents = 1, placement.tokens, None, (placement.starts,)
         return self._layout(
@@ -345,10 +343,6 @@ def has_rows_of_tokens(batch: Mapping[str, Any], rows: int, tokens: int) -> bool
         or (isinstance(value, Tensor) and (value.ndim == 0 or value.shape[:2] in ((rows, tokens), (1, tokens))))
         for value in batch.values()
     )
-
-
-def _counts_padding(targets: Tensor, mask: Tensor) -> bool:
-    return bool(((targets != IGNORED) & (mask == 0)).any())
 
 
 def rows_of(batch: Batch) -> int:

@@ -105,6 +105,10 @@ def test_a_ring_of_groups_that_exchange_heads(name: str) -> None:
     check(MODELS[name], [rows(seed) for seed in range(2)], settings, processes=4)
 
 
+def test_position_biases_with_as_many_heads_of_rows_as_tokens_of_a_process() -> None:
+    check(attention_models.bloom, [make_batch(4, 32, seed=0)], {**RING, "alpha": 0.5})
+
+
 def test_data_parallel_processes() -> None:
     """Each pair of processes computes whole rows outside of the layers, and counts its labels once."""
     settings = {"context_parallel_size": 2, "alpha": 0.0}

@@ -59,11 +59,16 @@ void enqueue(const std::string& name, const Cost& cost, std::function<void()> wo
   std::unique_lock<std::mutex> lock(mutex);
   const std::string& kept = *names->insert(name).first;
   lock.unlock();
-  if (emulated_cuda_simulates() && !cost.is_small) {
+  if (emulated_cuda_simulates()) {
     std::vector<std::pair<void*, size_t>> seen;
     for (const at::Tensor& t : results)
       if (t.defined() && t.is_contiguous() && is_small(t)) seen.emplace_back(t.data_ptr(), t.nbytes());
-    work = [seen = std::move(seen)] {
+    // Indices that a large copy brought have no values: what they select is left out, too.
+    work = [work = cost.is_small ? std::move(work) : std::function<void()>(), seen = std::move(seen)] {
+      try {
+        if (work) return work();
+      } catch (const c10::Error&) {
+      }
       for (const auto& [data, bytes] : seen) std::memset(data, 0, bytes);
     };
   }
