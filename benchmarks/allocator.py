@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
-from circumstances import circumstances
+from circumstances import circumstances, save_report
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -28,7 +27,6 @@ from rich.table import Table
 from lightning_memo.allocator import PlannedAllocator
 from lightning_memo.allocator.planned_allocator import AllocatorLibrary
 from lightning_memo.utils import native_build as native
-from lightning_memo.utils.files import replacing
 
 _KIB = 1024
 _CASES = [(size * _KIB, live) for size in (4, 64, 256, 1024, 8192) for live in (1, 16, 256)]
@@ -47,8 +45,7 @@ def main() -> None:
         "results": [timer.measure(size, live, options.repeats) for size, live in cases],
     }
     path = options.output / f"{options.name}.json"
-    with replacing(path) as unfinished:
-        unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    save_report(path, report)
     console = Console()
     console.print(_table(report["results"]))
     console.print(f"Samples: {path}", highlight=False, soft_wrap=True)

@@ -15,13 +15,12 @@ train the same rows:
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from circumstances import circumstances
+from circumstances import circumstances, save_report
 from rich.console import Console
 from rich.table import Table
 
@@ -30,7 +29,6 @@ from lightning_memo.data.resumable_loader import balanced_order
 from lightning_memo.estimate import EstimateRequest, Parallelism, constants_of, load_cluster, load_model
 from lightning_memo.estimate.step_times import layer_times
 from lightning_memo.parallel.batches.token_layout import ring_chunks
-from lightning_memo.utils.files import replacing
 
 _RESULTS = Path(__file__).parent / "results"
 _LAYOUTS = ((8, 1), (1, 8), (8, 8))  # data-parallel and ring sizes
@@ -54,8 +52,7 @@ def main() -> None:
         "results": results,
     }
     path = options.output / "balance.json"
-    with replacing(path) as unfinished:
-        unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    save_report(path, report)
     _show(results)
     Console().print(f"Results: {path}", highlight=False, soft_wrap=True)
 

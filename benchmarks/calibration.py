@@ -11,13 +11,12 @@ all layers in a step in which everything is recomputed. The results are printed 
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from circumstances import circumstances
+from circumstances import circumstances, save_report
 from rich.console import Console
 from rich.table import Table
 
@@ -27,7 +26,6 @@ from lightning_memo.estimate.calibrate import LayerMeasurement, fit, steady
 from lightning_memo.estimate.cluster import constants_of, load_cluster, load_model, load_preset
 from lightning_memo.estimate.planner_inputs import estimated_layer_costs
 from lightning_memo.estimate.request import EstimateRequest, Parallelism
-from lightning_memo.utils.files import replacing
 
 _RESULTS = Path(__file__).parent / "results"
 
@@ -61,8 +59,7 @@ def main() -> None:
         ],
     }
     path = options.output / "calibration.json"
-    with replacing(path) as unfinished:
-        unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    save_report(path, report)
     grid = Table(title=f"{options.lengths[-1]} tokens, constants fitted to {options.lengths[:-1]}")
     for name in ("", "measured", "predicted", "error"):
         grid.add_column(name, justify="right")

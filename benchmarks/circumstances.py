@@ -14,6 +14,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from lightning_memo.utils.files import replacing
+
 
 def circumstances(packages: Sequence[str]) -> dict[str, Any]:
     """Returns the command, date, commit, versions of Python and packages, processor, and the simulated machine."""
@@ -26,6 +28,12 @@ def circumstances(packages: Sequence[str]) -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **{package: version_of(package) for package in packages}},
         "cpu": {"name": cpu_name(), "cores": os.cpu_count(), "load": os.getloadavg()},
     }
+
+
+def save_report(path: Path, report: dict[str, Any]) -> None:
+    """Writes a report as JSON. Of a command that is ended meanwhile, nothing is written."""
+    with replacing(path) as unfinished:
+        unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def commit() -> str | None:

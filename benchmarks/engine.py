@@ -18,21 +18,18 @@ The results are printed, and written to a JSON file with all samples and to a pi
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from arguments import positive
-from circumstances import circumstances, cpu_name
+from circumstances import circumstances, cpu_name, save_report
 from measure import Bench
 from methods import CHECKPOINTING, PLAIN, SAVE_ON_CPU, Method, Workload
 from output import draw, table
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from lightning_memo.utils.files import replacing
 
 _ALPHAS = ("0", "1/8", "1/4", "1/2", "3/4", "1")
 _DEFAULT_METHODS = (PLAIN, CHECKPOINTING, SAVE_ON_CPU, *(f"alpha={alpha}" for alpha in _ALPHAS))
@@ -47,8 +44,7 @@ def main() -> None:
     bench = _measure(options)
     report["results"] = rows = [result.as_json(bench.plain) for result in bench.results]
     path = options.output / f"{options.name}.json"
-    with replacing(path) as unfinished:
-        unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    save_report(path, report)
     title = _title(report)
     draw(rows, title, path.with_suffix(".png"))
     console = Console()

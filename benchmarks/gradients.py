@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -26,7 +25,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from arguments import token_count
-from circumstances import circumstances
+from circumstances import circumstances, save_report
 from peers import checkpointing
 from rich.console import Console
 from rich.table import Table
@@ -39,7 +38,6 @@ from lightning_memo import MemoStrategy
 from lightning_memo.estimate.cluster import load_preset, preset_names
 from lightning_memo.models import ModelConfig, build_model
 from lightning_memo.trials.training_trial import QUIET, RandomTokens
-from lightning_memo.utils.files import replacing
 
 _RESULTS = Path(__file__).parent / "results"
 _VOCABULARY = 32_000
@@ -71,8 +69,10 @@ def main() -> int:
         print(rows[-1], flush=True)
     device = torch.cuda.get_device_name() if options.device == "cuda" else known["cpu"]["name"]
     settings = {name: getattr(options, name) for name in ("model", "layers", "tokens", "attention", "bf16")}
-    with replacing(options.output / f"gradients-{options.device}.json") as unfinished:
-        unfinished.write_text(json.dumps({**known, "device": device, "settings": settings, "rows": rows}, indent=1))
+    save_report(
+        options.output / f"gradients-{options.device}.json",
+        {**known, "device": device, "settings": settings, "rows": rows},
+    )
     _print(rows)
     return 0
 

@@ -14,7 +14,6 @@ written to a JSON file.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from circumstances import circumstances
+from circumstances import circumstances, save_report
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -33,7 +32,6 @@ from lightning_memo.engine.bootstrap_plan import streamed_bytes_of_calls
 from lightning_memo.loss.attach_loss import attach_chunked_loss
 from lightning_memo.planner.token_slices import plan_of_alpha
 from lightning_memo.profiler.memory_meter import PeakMeter
-from lightning_memo.utils.files import replacing
 from lightning_memo.utils.find_layers import find_stacks
 from lightning_memo.utils.units import format_bytes
 
@@ -62,8 +60,7 @@ def main() -> None:
         "results": rows,
     }
     path = options.output / f"{options.name}.json"
-    with replacing(path) as unfinished:
-        unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    save_report(path, report)
     _show(rows)
     Console().print(f"Results: {path}", highlight=False, soft_wrap=True)
 

@@ -16,7 +16,6 @@ The results are printed and written to a JSON file, from which benchmarks/perfor
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 from arguments import file_name, positive, token_count
-from circumstances import circumstances, cpu_name
+from circumstances import circumstances, cpu_name, save_report
 from kernel_work import Work, attention_works, layer_works
 from measure import brief, free_garbage, ratios, spread
 from rich.console import Console
@@ -33,7 +32,6 @@ from rich.table import Table
 
 from lightning_memo.engine.timeline_recorder import Clock
 from lightning_memo.estimate.cluster import preset_names
-from lightning_memo.utils.files import replacing
 from lightning_memo.utils.units import format_bytes
 
 _RESULTS = Path(__file__).parent / "results" / "kernels"
@@ -65,8 +63,7 @@ def main() -> int:
         "results": rows,
     }
     path = options.output / f"{file_name(name)}.json"
-    with replacing(path) as unfinished:
-        unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    save_report(path, report)
     _show(rows, f"{options.model}, {options.dtype}: {name}")
     Console().print(f"Samples: {path}", highlight=False, soft_wrap=True)
     return 0

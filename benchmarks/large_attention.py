@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from circumstances import circumstances
+from circumstances import circumstances, save_report
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -31,7 +30,6 @@ from lightning_memo.kernels import AttentionSpec
 from lightning_memo.kernels.attention_kernel import AttentionBackend
 from lightning_memo.kernels.divided_calls import PackedDocuments
 from lightning_memo.kernels.flash_attention import AtenFlash, CudnnSdpa
-from lightning_memo.utils.files import replacing
 
 _RESULTS = Path(__file__).parent / "results" / "large_attention.json"
 _TRIED = Path("outputs") / "benchmarks" / "large_attention.json"
@@ -66,8 +64,7 @@ def main() -> int:
         "cudnn": torch.backends.cudnn.version(),
         "device": torch.cuda.get_device_name(),
     }
-    with replacing(output) as path:
-        path.write_text(json.dumps({**report, "rows": rows}, indent=1) + "\n")
+    save_report(output, {**report, "rows": rows})
     return 0
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Final
 
-from circumstances import circumstances
+from circumstances import circumstances, save_report
 from matplotlib.figure import Figure
 
 from lightning_memo.utils.files import replacing
@@ -103,8 +103,7 @@ class Comparison:
         for seed in seeds:
             for name, settings in self.runs.items():
                 report["runs"][name][str(seed)] = self._train([*settings, f"seed={seed}"])
-            with replacing(self.results) as unfinished:  # all runs of the seeds so far
-                unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            save_report(self.results, report)  # all runs of the seeds so far
 
     def _train(self, settings: Sequence[str]) -> Run:
         """The losses of all steps, and the one on the validation text after them."""

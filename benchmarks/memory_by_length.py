@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from circumstances import circumstances
+from circumstances import circumstances, save_report
 from lightning.pytorch import Trainer, seed_everything
 from matplotlib.figure import Figure
 from torch.utils.data import DataLoader
@@ -76,8 +76,7 @@ def main() -> None:
                 for method in _METHODS:
                     measured = _measure(method, tokens, folder)
                     report["results"].append({"method": method, "tokens": tokens, **measured})
-        with replacing(path) as unfinished:
-            unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        save_report(path, report)
     _draw(json.loads(path.read_text(encoding="utf-8")), options.picture)
 
 

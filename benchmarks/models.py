@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from circumstances import circumstances, version_of
+from circumstances import circumstances, save_report, version_of
 from model_types.kinds import KINDS
 from model_types.levels import LEVELS
 from model_types.page import render, table
@@ -121,8 +121,7 @@ def _save(path: Path, known: dict[str, Any], results: Results) -> None:
         for kind in KINDS
         if kind in results
     }
-    with replacing(path) as unfinished:
-        unfinished.write_text(json.dumps({**known, "results": ordered}, indent=1) + "\n", encoding="utf-8")
+    save_report(path, {**known, "results": ordered})
 
 
 if __name__ == "__main__":

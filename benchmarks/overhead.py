@@ -22,7 +22,6 @@ every 64th step, so a turn needs 64 steps, and its number is their mean.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import multiprocessing
 import time
@@ -36,7 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from circumstances import circumstances
+from circumstances import circumstances, save_report
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -45,7 +44,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memo import MemoStrategy
 from lightning_memo.callbacks import Monitor
-from lightning_memo.utils.files import replacing
 
 _RESULTS = Path(__file__).parent / "results"
 _PLAIN, _METHODS = "plain", ("again", "memo", "planned", "monitor")
@@ -281,8 +279,7 @@ def main() -> None:
     for shape in options.shapes:
         for tokens in options.lengths:
             rows += _measure(shape, tokens, options)
-            with replacing(options.output) as unfinished:
-                unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            save_report(options.output, report)
     _show(rows, options.base)
     Console().print(f"Results: {options.output}", highlight=False, soft_wrap=True)
 

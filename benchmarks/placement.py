@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import re
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from circumstances import circumstances, cpu_name
+from circumstances import circumstances, cpu_name, save_report
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -39,7 +38,6 @@ from lightning_memo.planner.placement import Placement, Problem, mip, place, val
 from lightning_memo.planner.placement.csv_tables import ProblemTable, read_problem
 from lightning_memo.planner.placement.placement_core import available_library, load_library, opened
 from lightning_memo.planner.placement.problem import section
-from lightning_memo.utils.files import replacing
 from lightning_memo.utils.native_build import BuildError
 
 _RESULTS = Path(__file__).parent / "results"
@@ -56,8 +54,7 @@ def main() -> None:
     report = _circumstances(options)
     report["results"] = rows = _measure(options)
     path = options.output / f"{options.name}.json"
-    with replacing(path) as unfinished:
-        unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    save_report(path, report)
     console = Console()
     console.width = max(console.width, _TABLE_WIDTH)
     console.print(table(rows, f"Placements in at most {options.time_limit:g} s each: {report['device']}"))

@@ -15,14 +15,13 @@ and everything else that is not in a trace, are not on the device. The results a
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from circumstances import circumstances
+from circumstances import circumstances, save_report
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -32,7 +31,6 @@ from lightning_memo.artifacts.trace import Trace
 from lightning_memo.planner.placement import Placement
 from lightning_memo.planner.placement import caching_allocator as caching
 from lightning_memo.planner.placement.step_placement import plan_memory
-from lightning_memo.utils.files import replacing
 from lightning_memo.utils.units import format_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -52,8 +50,7 @@ def main() -> None:
     rows = [_measure(path, trace, version, options.seconds) for path, trace in options.traces]
     report = {**_circumstances(options), "results": rows}
     path = options.output / f"{options.name}.json"
-    with replacing(path) as unfinished:
-        unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    save_report(path, report)
     console = Console()
     console.print(_table(rows, options.torch))
     console.print(f"All numbers: {path}", highlight=False, soft_wrap=True)

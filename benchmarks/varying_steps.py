@@ -12,7 +12,6 @@ JSON file.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import tempfile
 import time
@@ -25,7 +24,7 @@ from unittest import mock
 
 import torch
 import transformers
-from circumstances import circumstances
+from circumstances import circumstances, save_report
 from lightning.pytorch import Callback, LightningModule, Trainer
 from rich.console import Console
 from rich.table import Table
@@ -35,7 +34,6 @@ from torch.utils.data import DataLoader
 from lightning_memo import MemoStrategy
 from lightning_memo.allocator import AllocatorStats
 from lightning_memo.runtime import memory_planner
-from lightning_memo.utils.files import replacing
 
 _RESULTS = Path(__file__).parent / "results"
 _VOCABULARY = 96
@@ -127,8 +125,7 @@ def main() -> None:
     names = ("layers", "hidden", "tokens", "steps", "threads")
     report = {**known, "settings": {name: getattr(options, name) for name in names}, "results": results}
     path = options.output / "varying_steps.json"
-    with replacing(path) as unfinished:
-        unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    save_report(path, report)
     _show(results)
     Console().print(f"Results: {path}", highlight=False, soft_wrap=True)
 

@@ -19,14 +19,13 @@ has the estimate's rate. Ratios without it are given, too, and those to rows tha
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from circumstances import circumstances
+from circumstances import circumstances, save_report
 from rich.console import Console
 from rich.table import Table
 
@@ -40,7 +39,6 @@ from lightning_memo.parallel.batches.place_documents import (
     place_documents,
 )
 from lightning_memo.parallel.batches.token_layout import multiple
-from lightning_memo.utils.files import replacing
 
 _RESULTS = Path(__file__).parent / "results"
 _RINGS = (4, 8, 16, 32)
@@ -68,8 +66,7 @@ def main() -> None:
         "results": results,
     }
     path = options.output / "whole_documents.json"
-    with replacing(path) as unfinished:
-        unfinished.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    save_report(path, report)
     _show(results)
     Console().print(f"Results: {path}", highlight=False, soft_wrap=True)
 

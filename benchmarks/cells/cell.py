@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_memo.utils.files import replacing
+from circumstances import save_report
 
 Result = dict[str, Any]
 """The content of the JSON file of a cell."""
@@ -109,8 +109,7 @@ def save(folder: Path, cell: Cell, effort: Effort, result: Result) -> None:
         OSError: The file cannot be written.
     """
     content = {"cell": asdict(cell), "effort": asdict(effort), **result}
-    with replacing(folder / cell.path) as unfinished:
-        unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    save_report(folder / cell.path, content)
 
 
 def load_all(folder: Path) -> list[Result]:
