@@ -24,8 +24,8 @@ from torch import Tensor
 
 Documents = tuple[tuple[int, ...], ...]
 
-# Rounded, of a layer of Llama 3 8B on 8 H100, whose products take 1.9 us a token: Ulysses exchanges 40 KB at 360 GB/s (a
-# ring sends less, behind attention), and 41 KB are merged at 500 GB/s.
+# Rounded, of a layer of Llama 3 8B on 8 H100, whose products take 1.9 us a token: Ulysses exchanges 40 KB at 360 GB/s
+# (a ring sends less, behind attention), and 41 KB are merged at 500 GB/s.
 _SENDING = 0.05
 """Time to send a token's keys and values to the next process, relative to that of its products with weights."""
 _MERGING = 0.05
