@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from lightning_memo.artifacts.plan import StreamFromHost, SwapPlan
+from lightning_memo.artifacts.swap_plan import StreamFromHost, SwapPlan
 from lightning_memo.engine import Engine, RequestedSettings
 from lightning_memo.engine.bootstrap_plan import streamed_bytes_of_calls
 from lightning_memo.loss.attach_loss import attach_chunked_loss

@@ -14,7 +14,7 @@ from peers import checkpointing
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
-from lightning_memo.artifacts.plan import SwapPlan
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.engine import Engine, RequestedSettings
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.memory.slot_memory import SlotMemory

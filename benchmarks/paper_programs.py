@@ -12,7 +12,8 @@ from functools import cached_property, partial
 from typing import Final, Literal
 
 from lightning_memo.artifacts.costs import Budget, LayerCosts
-from lightning_memo.artifacts.plan import Fingerprint, Plan, PlanMemory
+from lightning_memo.artifacts.plan import Fingerprint, Plan
+from lightning_memo.artifacts.swap_plan import PlanMemory
 from lightning_memo.estimate import Cluster, Constants, ModelShape, Parallelism
 from lightning_memo.estimate.device_bytes import (
     CHUNKED_LOGIT_BYTES,

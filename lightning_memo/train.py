@@ -22,7 +22,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig
 from rich.console import Console
 
-from lightning_memo.artifacts.plan import Plan, SwapPlan
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.cli.build_run import (
     build_trainer,
     check_data,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_memo.artifacts.costs import INPUT, resident_calls
-from lightning_memo.artifacts.plan import CallPlan, PlanMemory, StoragePlan, StreamFromHost, SwapPlan
+from lightning_memo.artifacts.swap_plan import CallPlan, PlanMemory, StoragePlan, StreamFromHost, SwapPlan
 from lightning_memo.engine.attention.attention_selector import AttentionSelector
 from lightning_memo.engine.layers.token_sharing import SequenceCutter
 from lightning_memo.engine.modules.layer_classes import LayerClasses, RequestedSettings

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_memo.artifacts.costs import Place
-from lightning_memo.artifacts.plan import StreamFromHost, SwapPlan
+from lightning_memo.artifacts.swap_plan import StreamFromHost, SwapPlan
 from lightning_memo.engine.attention.attention_selector import AttentionSelector, WholeAttention
 from lightning_memo.engine.attention.hugging_face import attach_attention
 from lightning_memo.engine.attention.sliced_attention import StreamedAttention, StreamedUlysses

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from lightning_memo.artifacts.costs import INPUT, Place
-from lightning_memo.artifacts.plan import SwapPlan
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.engine.layers.token_sharing import SequenceCutter
 from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.disk import DiskStore

@@ -17,7 +17,8 @@ from lightning_memo.artifacts.costs import (
     StorageCosts,
     is_product,
 )
-from lightning_memo.artifacts.plan import CallPlan, Plan
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.swap_plan import CallPlan
 from lightning_memo.estimate.cluster import DISK
 from lightning_memo.estimate.device_bytes import (
     backward_bytes,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lightning_memo.artifacts.json_documents import check_range
-from lightning_memo.artifacts.plan import StoragePlan, StreamFromHost
+from lightning_memo.artifacts.swap_plan import StoragePlan, StreamFromHost
 from lightning_memo.estimate.saved_tensors import FP32, ElementBytes, saved_tensors
 from lightning_memo.planner.streamed_bytes import StreamedBytes, streamed_bytes
 from lightning_memo.planner.token_slices import SavedBytes, slices_of

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Final
 
 from lightning_memo.artifacts.costs import OTHER, Budget, LayerCosts
-from lightning_memo.artifacts.plan import Fingerprint, Plan, PlanMemory, StoragePlan
+from lightning_memo.artifacts.plan import Fingerprint, Plan
+from lightning_memo.artifacts.swap_plan import PlanMemory, StoragePlan
 from lightning_memo.estimate.device_bytes import gathered_bytes, logits_bytes
 from lightning_memo.estimate.layer_operations import layer_products
 from lightning_memo.estimate.planner_inputs import (

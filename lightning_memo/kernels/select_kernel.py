@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_memo.artifacts.plan import Attention, AttentionTrial
+from lightning_memo.artifacts.swap_plan import Attention, AttentionTrial
 from lightning_memo.kernels.attention_kernel import (
     AttentionBackend,
     AttentionResult,

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from lightning_memo.artifacts.costs import Budget
-from lightning_memo.artifacts.plan import Plan, Price, Resource, SwapPlan
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.swap_plan import Price, Resource, SwapPlan
 from lightning_memo.planner.step_time import StepTime
 from lightning_memo.utils.units import format_bytes, format_seconds
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from lightning_memo.artifacts.costs import Budget, LayerCosts, StorageCosts
-from lightning_memo.artifacts.plan import (
-    Fingerprint,
-    Plan,
+from lightning_memo.artifacts.plan import Fingerprint, Plan
+from lightning_memo.artifacts.slot_layouts import DiskLayout
+from lightning_memo.artifacts.swap_plan import (
     PlanMemory,
     Price,
     StoragePlan,
@@ -25,7 +25,6 @@ from lightning_memo.artifacts.plan import (
     SwapPlan,
     step_device_bytes,
 )
-from lightning_memo.artifacts.slot_layouts import DiskLayout
 from lightning_memo.planner.explain_plan import (
     Candidate,
     alpha_reason,
@@ -90,14 +89,14 @@ class Restrictions:
     """Whether layers cannot be cut."""
 
     stream_from_host: StreamFromHost = "none"
-    """Tensors that live on the host, see `lightning_memo.artifacts.plan.SwapPlan`."""
+    """Tensors that live on the host, see `lightning_memo.artifacts.swap_plan.SwapPlan`."""
 
     may_run_again: bool = False
     """Whether layer calls may run again in the backward, attention included, if the host cannot hold what all of them
     store with alpha 0. Hidden states have to be on the host."""
 
     segment_calls: int | None = None
-    """Size of the segments that other processes run again, see `lightning_memo.artifacts.plan.StoragePlan`; alpha is 0
+    """Size of the segments that other processes run again, see `lightning_memo.artifacts.swap_plan.StoragePlan`; alpha is 0
     then."""
 
     kinds: StorageCosts | None = None

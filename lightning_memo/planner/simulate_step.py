@@ -25,7 +25,7 @@ from enum import Enum
 from typing import Literal, NoReturn
 
 from lightning_memo.artifacts.costs import Budget, CallCosts, StorageCosts, is_product
-from lightning_memo.artifacts.plan import CallPlan, StoragePlan, StoredRange
+from lightning_memo.artifacts.swap_plan import CallPlan, StoragePlan, StoredRange
 
 Stream = Literal["compute", "offload", "prefetch", "spill"]
 Phase = Literal["forward", "backward"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from lightning_memo.artifacts.costs import ATTENTION, MOVED, OTHER, CallCosts, Place, StorageCosts
-from lightning_memo.artifacts.plan import CallPlan, Resource, StoragePlan
+from lightning_memo.artifacts.swap_plan import CallPlan, Resource, StoragePlan
 from lightning_memo.planner.streamed_bytes import SliceBytes
 
 _BUFFERS: Final = 2  # rounding buffers: one slice is computed while another one is copied

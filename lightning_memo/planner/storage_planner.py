@@ -20,7 +20,7 @@ from lightning_memo.artifacts.costs import (
     Place,
     StorageCosts,
 )
-from lightning_memo.artifacts.plan import CallPlan, Price, Resource, StoragePlan, StoredRange
+from lightning_memo.artifacts.swap_plan import CallPlan, Price, Resource, StoragePlan, StoredRange
 from lightning_memo.planner.linear_program import LinearProgram, Terms, add, scale
 from lightning_memo.planner.simulate_step import simulate
 from lightning_memo.planner.step_time import step_time, stored_bytes_of

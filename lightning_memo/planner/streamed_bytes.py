@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lightning_memo.artifacts.plan import PlanMemory, StoragePlan, StreamFromHost
+from lightning_memo.artifacts.swap_plan import PlanMemory, StoragePlan, StreamFromHost
 from lightning_memo.planner.token_slices import SavedBytes, TokenRange, aligned, slice_slot_bytes
 
 STATES: Final = 3
@@ -61,7 +61,7 @@ def streamed_bytes(
     Args:
         calls: For each layer call, the tensors that it saves and the number of tokens for which they were measured.
         slices: Slices of the plan.
-        stream_from_host: See :class:`~lightning_memo.artifacts.plan.SwapPlan`; not "none". With "model", the gradients
+        stream_from_host: See :class:`~lightning_memo.artifacts.swap_plan.SwapPlan`; not "none". With "model", the gradients
             of all layers' keys and values are alive at once, and so is one gradient of the last layer's output per
             slice.
         gradient_bytes: Bytes per token of the gradients of keys and values, in the type in which they are accumulated.
@@ -69,7 +69,7 @@ def streamed_bytes(
         shared: With "model", the arguments that layers receive in addition to their input, for as many tokens as in
             the first call.
         segments: The segments of the layer calls, of which one at a time stores tensors; see
-            :class:`~lightning_memo.artifacts.plan.StoragePlan`. If empty, all calls are one.
+            :class:`~lightning_memo.artifacts.swap_plan.StoragePlan`. If empty, all calls are one.
     """
     distinct = {id(saved): (saved, tokens) for saved, tokens in calls}  # equal calls may share one list of tensors
     slots = {key: slice_slot_bytes(*call, slices) for key, call in distinct.items()}

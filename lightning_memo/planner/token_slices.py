@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Final
 
 from lightning_memo.artifacts.costs import ATTENTION, INPUT, MOVED, OTHER, PLACES, Place, is_product
-from lightning_memo.artifacts.plan import CallPlan, PlanMemory, StoragePlan, StoredRange
+from lightning_memo.artifacts.swap_plan import CallPlan, PlanMemory, StoragePlan, StoredRange
 
 ALIGNMENT_BYTES: Final = 64  # a cache line, which is also enough for every vectorized kernel
 

@@ -26,7 +26,8 @@ from lightning_memo.artifacts.costs import (
     StorageCosts,
     is_product,
 )
-from lightning_memo.artifacts.plan import CallPlan, Plan, StoragePlan
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.swap_plan import CallPlan, StoragePlan
 from lightning_memo.planner.explain_plan import ResourceSensitivity, resource_sensitivities
 from lightning_memo.planner.step_time import stored_bytes_of
 from lightning_memo.utils.units import format_bytes, format_seconds

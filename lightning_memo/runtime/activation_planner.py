@@ -12,7 +12,8 @@ from typing import Final, TypeVar
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_memo.artifacts.plan import Plan, SwapPlan
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.engine.layers.step_profile import StepProfile

@@ -7,7 +7,8 @@ from dataclasses import replace
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_memo.artifacts.costs import OTHER, Budget
-from lightning_memo.artifacts.plan import Plan, SwapPlan
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.parallel.ranks import Ranks

@@ -6,7 +6,7 @@ from typing import Final
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_memo.artifacts.plan import SwapPlan
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.engine import Engine
 from lightning_memo.profiler.memory_meter import Precedence
 from lightning_memo.reports.tables import step_shortage

@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_memo.artifacts.plan import StreamFromHost
+from lightning_memo.artifacts.swap_plan import StreamFromHost
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.planner import HostMemoryError

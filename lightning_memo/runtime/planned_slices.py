@@ -14,7 +14,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_memo.artifacts.plan import StreamFromHost
+from lightning_memo.artifacts.swap_plan import StreamFromHost
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.engine.forward.layer_call import LayerCall

@@ -10,7 +10,8 @@ from typing import Final
 from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_memo.artifacts.costs import Budget, CallCosts, LayerCosts, StorageCosts
-from lightning_memo.artifacts.plan import Fingerprint, Plan, PlanMemory, StoragePlan
+from lightning_memo.artifacts.plan import Fingerprint, Plan
+from lightning_memo.artifacts.swap_plan import PlanMemory, StoragePlan
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine
 from lightning_memo.engine.bootstrap_plan import may_run_again, streamed_bytes_of_calls

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lightning_memo.artifacts.plan import Attention, StreamFromHost
+from lightning_memo.artifacts.swap_plan import Attention, StreamFromHost
 from lightning_memo.config import MemoConfig
 from lightning_memo.engine import Engine, RequestedSettings, TestMode, TokenSharing
 from lightning_memo.engine.forward.refuse_checkpointing import TURN_IT_OFF

@@ -13,7 +13,8 @@ from support.samples.plans import small_plan
 import lightning_memo.artifacts
 import lightning_memo.artifacts.plan
 from lightning_memo.artifacts.costs import Budget, LayerCosts
-from lightning_memo.artifacts.plan import Fingerprint, Plan, PlanMemory, SwapPlan
+from lightning_memo.artifacts.plan import Fingerprint, Plan
+from lightning_memo.artifacts.swap_plan import PlanMemory, SwapPlan
 from lightning_memo.planner.token_slices import plan_of_alpha, plan_of_plain_training
 
 COUNTS = st.integers(0, 2**50)

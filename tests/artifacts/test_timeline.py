@@ -11,7 +11,7 @@ import transformers
 from support.families import FAMILIES, make_batch
 from support.harness import EngineUnderTest, assert_equal
 
-from lightning_memo.artifacts.plan import StreamFromHost
+from lightning_memo.artifacts.swap_plan import StreamFromHost
 from lightning_memo.artifacts.timeline import COMPUTE, RECOMPUTE, Span, Timeline
 from lightning_memo.engine import TestMode
 

@@ -12,7 +12,7 @@ from support.devices import emulated_device
 from support.harness import EngineUnderTest, Step, loss_and_gradients
 from support.samples.cuda import make_batch, make_model
 
-from lightning_memo.artifacts.plan import StreamFromHost
+from lightning_memo.artifacts.swap_plan import StreamFromHost
 from lightning_memo.engine.copy_streams import CudaCopyEvent, CudaCopyStream
 from lightning_memo.engine.memory.offloaded_tensor import HostRows
 from lightning_memo.engine.memory.slot_memory import RoundingBuffers

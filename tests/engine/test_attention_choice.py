@@ -18,8 +18,9 @@ from support.trainer_harness import LanguageModel, fit
 from torch import Tensor
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.plan import AttentionTrial, Plan
+from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.plan_cache import PlanCache
+from lightning_memo.artifacts.swap_plan import AttentionTrial
 from lightning_memo.engine.attention.attention_selector import AttentionSelector
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.kernels import select_kernel as select

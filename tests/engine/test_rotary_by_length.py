@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.plan import StreamFromHost
+from lightning_memo.artifacts.swap_plan import StreamFromHost
 
 # Frequencies change at 24 tokens; those of "dynamic" stay as long as sequences are between that and the longest so far.
 LENGTHS = (45, 30, 17, 27, 50)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers.models.llama import modeling_llama
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.plan import StreamFromHost
+from lightning_memo.artifacts.swap_plan import StreamFromHost
 from lightning_memo.engine import Engine
 from lightning_memo.engine.attention.sliced_attention import StreamedAttention
 from lightning_memo.engine.copy_streams import CopyEvent, ThreadCopyStream

@@ -14,7 +14,7 @@ from support.families import FAMILIES, make_batch
 from support.harness import EngineUnderTest
 from support.markers.slow import slow_if
 
-from lightning_memo.artifacts.plan import StreamFromHost
+from lightning_memo.artifacts.swap_plan import StreamFromHost
 
 COUNTS = (4, 16, 28)  # of layers, equally far apart
 CHANCE = 64  # calls, most of them where a copy has not ended yet; one for each pair of layers would be 144

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memo import MemoStrategy
 from lightning_memo.artifacts.costs import MOVED
-from lightning_memo.artifacts.plan import Attention
+from lightning_memo.artifacts.swap_plan import Attention
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.copy_streams import CudaCopyStream
 from lightning_memo.engine.memory import host_pages

@@ -10,7 +10,7 @@ from support.samples.cuda import FARTHER, TOKENS, distance, gradients, make_batc
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_memo.artifacts.costs import Place
-from lightning_memo.artifacts.plan import CallPlan, StoragePlan, StoredRange, SwapPlan
+from lightning_memo.artifacts.swap_plan import CallPlan, StoragePlan, StoredRange, SwapPlan
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.planner.token_slices import memory_of_plan

@@ -15,7 +15,7 @@ from support.samples.cuda import make_batch, make_model
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lightning_memo.artifacts.plan import StreamFromHost
+from lightning_memo.artifacts.swap_plan import StreamFromHost
 from lightning_memo.artifacts.timeline import COMPUTE, RECOMPUTE, Span, Timeline
 
 LAYERS, TOKENS = 8, 8192

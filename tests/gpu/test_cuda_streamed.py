@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_memo import MemoStrategy
-from lightning_memo.artifacts.plan import StreamFromHost
+from lightning_memo.artifacts.swap_plan import StreamFromHost
 from lightning_memo.engine import TestMode
 from lightning_memo.loss.attach_loss import attach_chunked_loss
 

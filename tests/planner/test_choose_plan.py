@@ -9,7 +9,8 @@ from support.alpha_plans import alpha_swap, memory_by
 from support.samples.storage_problems import LABEL, LAYERS, MIB, planned
 
 from lightning_memo.artifacts.costs import Budget
-from lightning_memo.artifacts.plan import Plan, PlanMemory
+from lightning_memo.artifacts.plan import Plan
+from lightning_memo.artifacts.swap_plan import PlanMemory
 from lightning_memo.planner import HostMemoryError, Restrictions, make_plan
 from lightning_memo.planner.make_plan import choose_plan, plain_plan
 

@@ -21,7 +21,8 @@ from lightning_memo.artifacts.costs import (
     Product,
     StorageCosts,
 )
-from lightning_memo.artifacts.plan import CallPlan, Fingerprint, Plan, PlanMemory, StoragePlan, StoredRange, SwapPlan
+from lightning_memo.artifacts.plan import Fingerprint, Plan
+from lightning_memo.artifacts.swap_plan import CallPlan, PlanMemory, StoragePlan, StoredRange, SwapPlan
 from lightning_memo.planner import HostMemoryError, Restrictions, make_plan
 from lightning_memo.planner.explain_plan import resource_sensitivities
 from lightning_memo.planner.simulate_step import ScheduleError, ScheduleFault, simulate

@@ -5,7 +5,8 @@ from rich.console import Console
 from support.alpha_plans import alpha_swap
 
 from lightning_memo.artifacts.costs import Budget, LayerCosts
-from lightning_memo.artifacts.plan import Fingerprint, Plan, PlanMemory
+from lightning_memo.artifacts.plan import Fingerprint, Plan
+from lightning_memo.artifacts.swap_plan import PlanMemory
 from lightning_memo.planner.token_slices import plan_of_plain_training
 from lightning_memo.reports.tables import Measurement, comparison_table, plan_table
 

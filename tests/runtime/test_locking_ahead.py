@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_memo.artifacts.plan import PlanMemory, SwapPlan
+from lightning_memo.artifacts.swap_plan import PlanMemory, SwapPlan
 from lightning_memo.engine.bootstrap_plan import bytes_ahead
 from lightning_memo.engine.modules.layer_probe import LayerTraits
 from lightning_memo.planner.token_slices import plan_of_alpha

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Final
 
 from lightning_memo.artifacts.costs import Place, resident_calls
-from lightning_memo.artifacts.plan import PlanMemory, StoragePlan, SwapPlan
+from lightning_memo.artifacts.swap_plan import PlanMemory, StoragePlan, SwapPlan
 from lightning_memo.planner.token_slices import (
     TokenRange,
     memory_of_slots,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memo.artifacts.costs import MOVED
-from lightning_memo.artifacts.plan import StreamFromHost, SwapPlan
+from lightning_memo.artifacts.swap_plan import StreamFromHost, SwapPlan
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.bootstrap_plan import streamed_bytes_of_calls
 from lightning_memo.engine.layers.step_profile import StepProfile

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_memo.artifacts.plan import Attention, AttentionTrial
+from lightning_memo.artifacts.swap_plan import Attention, AttentionTrial
 from lightning_memo.engine.attention.sliced_attention import StreamedAttention, StreamedUlysses, attend
 from lightning_memo.engine.memory.block_reader import BlockReader
 from lightning_memo.engine.memory.slot_memory import SlotMemory

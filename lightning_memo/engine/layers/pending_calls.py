@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import weakref
 
-from lightning_memo.artifacts.plan import SwapPlan
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.engine.saved_tensors.offload_group import ALL_POSITIONS, ForwardOrder, OffloadGroups
 from lightning_memo.utils.around_forward import is_in_backward

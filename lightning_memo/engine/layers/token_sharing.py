@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_memo.artifacts.plan import StoragePlan
+from lightning_memo.artifacts.swap_plan import StoragePlan
 from lightning_memo.engine.forward.layer_call import LayerCall
 from lightning_memo.engine.modules.gathered_modules import GatheredModules, cached_by_identity, own_of, whole_of
 from lightning_memo.engine.modules.layer_classes import RequestedSettings

@@ -12,7 +12,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from lightning_memo.artifacts.plan import Attention, StreamFromHost
+from lightning_memo.artifacts.swap_plan import Attention, StreamFromHost
 from lightning_memo.engine.copy_streams import TestMode
 from lightning_memo.engine.forward.collected_outputs import collecting_nothing
 from lightning_memo.engine.forward.layer_call import LayerCall
@@ -39,7 +39,7 @@ class RequestedSettings:
     Attributes:
         attention: Attention kernel; "auto" measures the kernels in the first profiled step and takes the fastest.
         slice_tokens: Longest slice; `None` if slices may have any length.
-        stream_from_host: What lives on the host: see :class:`~lightning_memo.artifacts.plan.SwapPlan`. "auto" is
+        stream_from_host: What lives on the host: see :class:`~lightning_memo.artifacts.swap_plan.SwapPlan`. "auto" is
             "attention" if `slice_tokens` is given and the layers can run slice after slice.
         joint_attention: Whether attention runs over all slices of a layer at once also where it need not.
         by_kind: Whether plans may name a place for each kind of tensor; otherwise alpha alone decides.

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_memo.artifacts.plan import SwapPlan
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.engine.fp8_modules import why_scaled_together
 from lightning_memo.engine.layers.call_meter import EngineServices
 from lightning_memo.engine.layers.layer_run import LayerRun, SequenceRun

@@ -15,7 +15,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memo.artifacts.plan import StreamFromHost
+from lightning_memo.artifacts.swap_plan import StreamFromHost
 from lightning_memo.engine.saved_tensors.call_arguments import WeightCopies
 
 BATCH = make_batch(2, 48)

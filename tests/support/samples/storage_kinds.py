@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import nn
 
 from lightning_memo.artifacts.costs import PLACES, Place
-from lightning_memo.artifacts.plan import CallPlan, PlanMemory, StoragePlan, StoredRange, SwapPlan
+from lightning_memo.artifacts.swap_plan import CallPlan, PlanMemory, StoragePlan, StoredRange, SwapPlan
 from lightning_memo.engine import Engine, RequestedSettings, TestMode
 from lightning_memo.engine.layers.step_profile import StepProfile
 from lightning_memo.planner.token_slices import slices_of, stored_bytes

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_memo.artifacts.costs import Budget, CallCosts, LayerCosts, Product, StorageCosts
-from lightning_memo.artifacts.plan import Fingerprint, Plan, PlanMemory, StoragePlan
+from lightning_memo.artifacts.plan import Fingerprint, Plan
+from lightning_memo.artifacts.swap_plan import PlanMemory, StoragePlan
 from lightning_memo.planner import Restrictions, make_plan
 
 TOKENS = 2000  # so few that ranges may begin at any token
