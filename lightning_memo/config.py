@@ -19,6 +19,8 @@ STREAMS: Final = ("auto", "none", "attention", "hidden", "model")
 ZERO_COMMUNICATION: Final = ("none", "int8", "int4")
 PIPELINE_SCHEDULES: Final = ("1f1b", "zero_bubble")
 # The values with which plans may name a place for each kind of tensor.
+_LEAST_BYTES: Final = 2**20
+"""Of a memory whose size is given without a unit, which may have been forgotten."""
 _NEEDED_BY_KINDS: Final[dict[str, tuple[Any, ...]]] = {
     "alpha": ("auto",),
     "slice_tokens": ("auto",),
@@ -340,8 +342,8 @@ def _check_tokens(name: str, tokens: Any, or_else: str = "") -> None:
 
 def _check_size(name: str, size: Any) -> None:
     try:
-        if size is not None:
-            parse_bytes(size)
+        if size is not None and parse_bytes(size) < _LEAST_BYTES and str(size).strip().isdecimal():
+            raise ValueError(f"{size!r} is a size in bytes: did you mean \"{str(size).strip()}GiB\"? Give that")
     except ValueError as error:
         raise ValueError(f"{name}={error}, or None to measure what is free") from None
 

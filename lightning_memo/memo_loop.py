@@ -29,7 +29,7 @@ from lightning_memo.loss.lazy_logits import LazyLogits
 from lightning_memo.parallel.parallel_sizes import resolve_sizes
 from lightning_memo.parallel.processes import Processes
 from lightning_memo.runtime.memory_planner import MemoryPlanner
-from lightning_memo.runtime.start_engine import check_machine, refuse_fp8_at_calls, start_engine
+from lightning_memo.runtime.start_engine import check_machine, refuse_float16, refuse_fp8_at_calls, start_engine
 from lightning_memo.runtime.training_runtime import TrainingRuntime
 from lightning_memo.utils.around_forward import is_in_backward, why_without_hooks
 from lightning_memo.utils.class_names import class_name
@@ -316,8 +316,7 @@ class _LoopRun:
         """
         mixed = torch.is_autocast_enabled(device_type)
         dtype = torch.get_autocast_dtype(device_type) if mixed else dtype
-        if dtype is torch.float16:
-            raise ValueError("layers run in float16, which is not supported: use bfloat16")
+        refuse_float16(dtype)
         self.precision = f"{_BITS.get(dtype, str(dtype))}-{'mixed' if mixed else 'true'}"
 
     def folder(self) -> Path | None:

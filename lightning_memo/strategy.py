@@ -13,7 +13,6 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -33,10 +32,11 @@ from lightning_memo.parallel.processes import Processes
 from lightning_memo.parallel.ranks import explain_lost_process
 from lightning_memo.runtime.memory_planner import MemoryPlanner
 from lightning_memo.runtime.planned_slices import PlannedSlices, SlicesNeeded
-from lightning_memo.runtime.start_engine import check_machine, start_engine
+from lightning_memo.runtime.start_engine import check_machine, refuse_float16, start_engine
 from lightning_memo.runtime.training_runtime import TrainingRuntime
 from lightning_memo.trials.longest_sequence import find_longest
 from lightning_memo.utils.find_layers import NoLayersError
+from lightning_memo.utils.messages import tell
 
 _PLAN: Final = "lightning_memo_plan"  # entry of a checkpoint, as JSON
 
@@ -301,9 +301,12 @@ class MemoStrategy(DistributedStrategy):
         except NoLayersError as error:
             if self.config.needs_layers:
                 raise
-            rank_zero_info(f"lightning_memo: trains plainly, as without this strategy: {error.why}.")
+            tell(f"trains plainly, as without this strategy: {error.why}.")
             return False
         if fitting:
+            if not str(trainer.precision).endswith("-mixed"):
+                for dtype in {p.dtype for layer in self.engine.layers for p in layer.parameters()}:
+                    refuse_float16(dtype)
             self._start_runtime(trainer, model, self.engine)
         return True
 

@@ -14,6 +14,7 @@ from lightning_memo.artifacts.costs import (
     MOVED,
     OTHER,
     PLACES,
+    CallCosts,
     LayerCosts,
     Place,
     is_product,
@@ -21,16 +22,6 @@ from lightning_memo.artifacts.costs import (
 )
 from lightning_memo.artifacts.json_documents import check_range
 from lightning_memo.artifacts.slot_layouts import DiskLayout, whole_blocks
-
-Resource = Literal[
-    "device memory",
-    "host memory",
-    "disk space",
-    "offload bandwidth",
-    "prefetch bandwidth",
-    "disk write bandwidth",
-    "disk read bandwidth",
-]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,22 +54,26 @@ class CallPlan:
         """
         return sum(r.stop - r.start for r in self.ranges if r.kind == kind and r.place in (places or PLACES))
 
+    def stored_bytes(self, call: CallCosts, tokens: int, *places: Place) -> int:
+        """Return the bytes that a layer call stores in some places, without alignment.
+
+        The bytes of each kind and place are rounded up.
+
+        Args:
+            call: Costs of the call.
+            tokens: Tokens of the call.
+            places: The places.
+        """
+        return sum(
+            -(-size * self.tokens(kind, place) // tokens)
+            for place in places
+            for kind, size in zip(call.kinds, call.sizes, strict=True)
+        )
+
     @property
     def bounds(self) -> tuple[int, ...]:
         """Tokens at which ranges begin or end, which are the bounds of the layer's slices."""
         return tuple(sorted({bound for r in self.ranges for bound in (r.start, r.stop)}))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Price:
-    """Marginal value of a resource: a dual variable of the linear program."""
-
-    resource: Resource
-    limit: float
-    """Available amount in bytes, or bytes per second."""
-
-    seconds: float
-    """Seconds by which the step becomes shorter per additional byte, or byte per second."""
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, for properties that are computed once

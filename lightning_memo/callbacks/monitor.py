@@ -37,7 +37,7 @@ class Monitor(Callback):
     | `throughput/tokens_per_second` | tokens of all processes, padding included; needs batches with `input_ids` |
     | `throughput/step_seconds` | time of an optimizer step with data loading, without validation and checkpoints |
     | `throughput/mfu`, `throughput/hfu` | model and hardware FLOPs utilisation in percent (`hfu` with recomputation) |
-    | `memo/alpha`, `memo/swapped_bytes`, `memo/recomputed_bytes` | values of the plan, for a step of this process |
+    | `memo/alpha`, `memo/swapped_bytes`, `memo/recomputed_bytes` | of the plan, for a step; none in plain training |
     | `memo/stall_seconds` | time for which the computation of a step waited for copies, in this process |
     | `device/peak_bytes`, `device/reserved_bytes` | peak of the GPU memory so far, model state included, as \
 PyTorch's allocator counts it; not on a CPU |
@@ -158,8 +158,8 @@ def peak_flops_of(device: torch.device, precision: str) -> float | None:
 
 
 def plan_metrics(plan: Plan | None) -> dict[str, float]:
-    """Alpha, and the bytes that a step of the plan swaps and recomputes; empty if there is no plan."""
-    if plan is None:
+    """Alpha, and the bytes that a step swaps and recomputes; empty without a plan and in plain training."""
+    if plan is None or plan.swap.plain:
         return {}
     swap, costs = plan.swap, plan.costs
     again = sum(round(swap.recomputed * size) for size in costs.other_bytes)

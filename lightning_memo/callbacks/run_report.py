@@ -11,16 +11,18 @@ from typing import Any, Final
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
+from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.timeline import Timeline
 from lightning_memo.callbacks.lightning_run import log_pictures, logs_now
 from lightning_memo.callbacks.monitor import memory_peaks
 from lightning_memo.engine.timeline_recorder import TimelineRecorder
 from lightning_memo.reports.run_page import NAME, RunReport
 from lightning_memo.reports.schedule import draw_schedule, write_trace
-from lightning_memo.reports.tables import memory_table, plan_tables
+from lightning_memo.reports.tables import memory_table
+from lightning_memo.utils.messages import tell
 from lightning_memo.utils.units import format_bytes, format_seconds
 
 PICTURE_FILE, TRACE_FILE = "schedule.png", "schedule.trace.json"
@@ -114,7 +116,7 @@ class ScheduleRecorder(Callback):
         draw_schedule(self.timeline, self._folder / PICTURE_FILE, f"Step {self._step}")
         write_trace(self.timeline, self._folder / TRACE_FILE)
         log_pictures(trainer, {"memo/schedule": self._folder / PICTURE_FILE})
-        rank_zero_info(f"lightning_memo: schedule of step {self._step}: {self._folder / PICTURE_FILE}, {TRACE_FILE}")
+        tell(f"schedule of step {self._step}: {self._folder / PICTURE_FILE}, {TRACE_FILE}")
 
 
 _CURVES: Final = {
@@ -193,23 +195,22 @@ class WriteReport(Callback):
             links={title: name for title, name in _PAGES.items() if (folder / name).is_file()},
         )
         report.save(folder / NAME)
-        rank_zero_info(f"Report: {folder / NAME}")
+        tell(f"report: {folder / NAME}")
 
     def _note(self, trainer: pl.Trainer, names: set[str]) -> None:
         for name in sorted(names & set(trainer.callback_metrics)):
             self._history.setdefault(name, []).append((trainer.global_step, float(trainer.callback_metrics[name])))
 
     def _facts(self, trainer: pl.Trainer, device: torch.device) -> dict[str, str]:
-        facts = {"training took": format_seconds(time.monotonic() - self._started)}
+        plan = getattr(trainer.strategy, "plan", None)
+        facts = {} if plan is None else _answers(plan)
         for name, (title, text) in _RATES.items():
             if name in self._history:
                 facts[title] = text(median(value for _, value in self._history[name]))
+        facts["training took"] = format_seconds(time.monotonic() - self._started)
         for name, points in self._history.items():
             if name.endswith("loss"):
                 facts[f"last {name}"] = f"{points[-1][1]:.4f}"
-        plan = getattr(trainer.strategy, "plan", None)
-        if plan is not None:
-            facts["alpha"] = "plain" if plan.swap.plain else f"{plan.swap.alpha:.4g}"
         for name, size_bytes in memory_peaks(device).items():
             facts[name.replace("/", " ").replace("_bytes", "")] = format_bytes(int(size_bytes))
         return facts | {
@@ -225,9 +226,18 @@ class WriteReport(Callback):
         }
 
 
+def _answers(plan: Plan) -> dict[str, str]:
+    """Whether the run fits, and what limits it."""
+    needed, there = format_bytes(plan.device_bytes), format_bytes(plan.budget.device_bytes)
+    return {
+        "fits": f"no, {needed} of {there}" if plan.device_excess_bytes else f"yes, {needed} of {there}",
+        "what limits a step, and what would help": plan.reason,
+    }
+
+
 def _tables(trainer: pl.Trainer) -> list[Any]:
     plan, memory = getattr(trainer.strategy, "plan", None), getattr(trainer.strategy, "memory", None)
-    tables = [] if plan is None else plan_tables(plan)
+    tables = [] if plan is None else [plan.table, *plan.details]
     use = getattr(memory, "use", None)
     return tables if use is None else [*tables, memory_table(use)]
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -73,6 +72,7 @@ from lightning_memo.parallel.tensor.experts import check_experts, find_experts, 
 from lightning_memo.parallel.tensor.shard_weights import TensorPlan, find_plan, shard_tensors
 from lightning_memo.parallel.zero_sharding import ZeroSettings, shard_state
 from lightning_memo.utils.find_layers import find_hugging_face, find_text_model
+from lightning_memo.utils.messages import tell
 
 # Batches are compared often at first and then from time to time, because most mistakes in the data show at once.
 _FIRST_CHECKS = 16
@@ -166,7 +166,7 @@ class Processes:
             return
         tensor_plan = self._check_divisible(module)
         if tensor_plan is not None and (line := tensor_plan.describe_derived()) is not None:
-            rank_zero_info(f"lightning_memo: {line}.")
+            tell(f"{line}.")
         if self.ranks.world:
             _share_weights(module, self._device)
         if self.sizes.tensor > 1:
@@ -420,8 +420,8 @@ class Processes:
     def _tell_of_layers(self, why: str) -> None:
         if why not in self._told:
             self._told.add(why)
-            rank_zero_info(
-                f"lightning_memo: the model {why}: its layers are divided, and each process runs the rest, such as the "
+            tell(
+                f"the model {why}: its layers are divided, and each process runs the rest, such as the "
                 "embedding, the head and the loss, for all tokens, which is slower."
             )
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from lightning_memo.artifacts.costs import Budget
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.artifacts.swap_plan import Price, Resource, SwapPlan
+from lightning_memo.artifacts.prices import Price, Resource, ResourceSensitivity
+from lightning_memo.artifacts.swap_plan import SwapPlan
 from lightning_memo.planner.step_time import StepTime
 from lightning_memo.utils.units import format_bytes, format_seconds
 
-Unit = Literal["GiB", "MiB", "GB/s", "MB/s"]
-_UNITS: Final[dict[Unit, float]] = {"GiB": 2.0**30, "MiB": 2.0**20, "GB/s": 1e9, "MB/s": 1e6}
-# A resource is binding if increasing it by a small fraction shortens the step by more than this part of the fraction.
-_LEAST_ELASTICITY: Final = 1e-6
+_LEAST_PERCENT: Final = 0.1
+"""Gain in percent of a step below which a resource is not told."""
 _LEAST_WAIT: Final = 1e-6
 """Share of a step below which waits are not told: measured times are far less exact."""
 
@@ -32,15 +31,6 @@ class Candidate:
     prices: tuple[Price, ...] = ()
 
 
-def memory_limits(budget: Budget) -> dict[Resource, int]:
-    """Return the bytes of each memory of a budget."""
-    return {
-        "device memory": budget.device_bytes,
-        "host memory": budget.host_bytes,
-        "disk space": budget.disk_bytes,
-    }
-
-
 def plain_reason(needed_bytes: int, budget: Budget) -> str:
     """Return why plain training is chosen.
 
@@ -48,10 +38,7 @@ def plain_reason(needed_bytes: int, budget: Budget) -> str:
         needed_bytes: Device bytes that it needs.
         budget: Memory of the process.
     """
-    return (
-        f"Device memory is ample: plain training needs {format_bytes(needed_bytes)} of the "
-        f"{format_bytes(budget.device_bytes)} budget, so nothing is swapped or recomputed."
-    )
+    return f"Plain training needs {format_bytes(needed_bytes)} of {format_bytes(budget.device_bytes)} of device memory."
 
 
 def given_alpha_reason(found: Candidate, alpha: float, budget: Budget) -> str:
@@ -62,9 +49,9 @@ def given_alpha_reason(found: Candidate, alpha: float, budget: Budget) -> str:
         alpha: Fraction that was given.
         budget: Memory of the process.
     """
-    waits = _waits(found.time) or "Copies hide behind the computation."
+    waits = _waits(found.time) or "Its copies hide behind the computation."
     over = f" Device memory is short: {_exceeds(alpha, budget)}." if found.over else ""
-    return f"alpha was given. {waits}{over}"
+    return f"You set alpha={alpha:.4g}. {waits}{over}"
 
 
 def alpha_reason(found: Candidate, more: Candidate | None, alpha: float, budget: Budget) -> str:
@@ -158,67 +145,17 @@ def price_reason(plan: Plan) -> str:
         plan: The plan.
     """
     time = "a step" if plan.swap.in_flight is None else "the time of this stage"
-    binding = [row for row in resource_sensitivities(plan) if row.binds]
+    binding = [row for row in plan.sensitivities if row.binds]
     if not binding:
-        return f"Nothing limits {time}: more memory or bandwidth would not make it shorter."
-    return " ".join(_sentence(row, time) for row in binding)
+        return f"Nothing limits {time}: all copies hide behind the computation."
+    worth = [row for row in binding if row.percent >= _LEAST_PERCENT]
+    if not worth:
+        what = " and ".join(row.resource for row in binding).capitalize()
+        units = " or ".join(dict.fromkeys(row.unit for row in binding))
+        return f"{what} limit {time}, and 1 {units} more would make it less than {_LEAST_PERCENT} % shorter."
+    return " ".join(_sentence(row, time) for row in worth)
 
 
 def _sentence(row: ResourceSensitivity, time: str) -> str:
     more = f"with 1 {row.unit} more, {time} would be up to {format_seconds(row.seconds)} ({row.percent:.1f} %) shorter"
     return f"{row.resource[0].upper()}{row.resource[1:]} is a limit: {more}."
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResourceSensitivity:
-    """How the step time depends on one resource."""
-
-    resource: Resource
-    unit: Unit
-    """Unit of the numbers; the smaller unit if there is less than one of the larger."""
-
-    limit: float
-    """Available amount."""
-
-    used: float | None
-    """Amount that the plan needs; None for bandwidths."""
-
-    binds: bool
-    """Whether more of the resource would shorten the step."""
-
-    seconds: float
-    """Upper bound of the seconds that one more unit saves: its first bytes save the most."""
-
-    percent: float
-    """`seconds` in percent of the step."""
-
-
-def resource_sensitivities(plan: Plan) -> list[ResourceSensitivity]:
-    """Return the sensitivity of the step time to each resource, from the dual variables of the linear program.
-
-    Args:
-        plan: A plan with prices.
-
-    Returns:
-        One entry for each resource. Binding resources come first, those with the largest gain before the others.
-    """
-    rows = [_sensitivity(plan, price) for price in plan.prices]
-    return sorted(rows, key=lambda row: (not row.binds, -row.seconds))
-
-
-def _sensitivity(plan: Plan, price: Price) -> ResourceSensitivity:
-    needs = Budget(device_bytes=plan.device_bytes, host_bytes=plan.swap.host_bytes, disk_bytes=plan.swap.disk_bytes)
-    used = memory_limits(needs)
-    units: tuple[Unit, Unit] = ("GiB", "MiB") if price.resource in used else ("GB/s", "MB/s")
-    unit = units[0] if price.limit >= _UNITS[units[0]] else units[1]
-    size = _UNITS[unit]
-    gain = price.seconds * size
-    return ResourceSensitivity(
-        resource=price.resource,
-        unit=unit,
-        limit=price.limit / size,
-        used=used[price.resource] / size if price.resource in used else None,
-        binds=price.seconds * price.limit > _LEAST_ELASTICITY * plan.step_seconds,
-        seconds=gain,
-        percent=100 * gain / plan.step_seconds if plan.step_seconds else 0.0,
-    )

@@ -16,10 +16,10 @@ from typing import Final
 
 from lightning_memo.artifacts.costs import Budget, LayerCosts, StorageCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
+from lightning_memo.artifacts.prices import Price, memory_limits
 from lightning_memo.artifacts.slot_layouts import DiskLayout
 from lightning_memo.artifacts.swap_plan import (
     PlanMemory,
-    Price,
     StoragePlan,
     StreamFromHost,
     SwapPlan,
@@ -29,7 +29,6 @@ from lightning_memo.planner.explain_plan import (
     Candidate,
     alpha_reason,
     given_alpha_reason,
-    memory_limits,
     plain_reason,
     price_reason,
     segments_reason,
@@ -96,8 +95,8 @@ class Restrictions:
     store with alpha 0. Hidden states have to be on the host."""
 
     segment_calls: int | None = None
-    """Size of the segments that other processes run again, see `lightning_memo.artifacts.swap_plan.StoragePlan`; alpha is 0
-    then."""
+    """Size of the segments that other processes run again, see `lightning_memo.artifacts.swap_plan.StoragePlan`; alpha
+    is 0 then."""
 
     kinds: StorageCosts | None = None
     """Costs of each kind of tensor, if each may have places of its own; alpha is "auto" then."""

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from lightning_memo.artifacts.costs import ATTENTION, MOVED, OTHER, CallCosts, Place, StorageCosts
-from lightning_memo.artifacts.swap_plan import CallPlan, Resource, StoragePlan
+from lightning_memo.artifacts.costs import ATTENTION, MOVED, OTHER, CallCosts, StorageCosts
+from lightning_memo.artifacts.prices import Resource
+from lightning_memo.artifacts.swap_plan import CallPlan, StoragePlan
 from lightning_memo.planner.streamed_bytes import SliceBytes
 
 _BUFFERS: Final = 2  # rounding buffers: one slice is computed while another one is copied
@@ -97,7 +98,7 @@ class _Work:
 
 
 def _work(costs: StorageCosts, call: CallCosts, plan: CallPlan) -> _Work:
-    moved, spilled = (stored_bytes_of(call, plan, costs.tokens, *places) for places in (MOVED, ("disk",)))
+    moved, spilled = (plan.stored_bytes(call, costs.tokens, *places) for places in (MOVED, ("disk",)))
     writes: dict[Resource, float] = {}
     reads: dict[Resource, float] = {"prefetch bandwidth": moved / costs.prefetch_bytes_per_second}
     if spilled:
@@ -119,15 +120,6 @@ def _recomputing(plan: CallPlan, tokens: int) -> list[bool]:
     bounds = sorted({0, tokens, *plan.bounds})
     stored = [range(r.start, r.stop) for r in plan.ranges if r.kind == OTHER]
     return [not any(start in tokens_of for tokens_of in stored) for start in bounds[:-1]]
-
-
-def stored_bytes_of(call: CallCosts, plan: CallPlan, tokens: int, *places: Place) -> int:
-    """Return the bytes that a layer call stores in some places without alignment; each kind and place is rounded up."""
-    return sum(
-        -(-size * plan.tokens(kind, place) // tokens)
-        for place in places
-        for kind, size in zip(call.kinds, call.sizes, strict=True)
-    )
 
 
 def recompute_seconds(call: CallCosts, plan: CallPlan, tokens: int) -> float:

@@ -20,10 +20,11 @@ from lightning_memo.artifacts.costs import (
     Place,
     StorageCosts,
 )
-from lightning_memo.artifacts.swap_plan import CallPlan, Price, Resource, StoragePlan, StoredRange
+from lightning_memo.artifacts.prices import Price, Resource
+from lightning_memo.artifacts.swap_plan import CallPlan, StoragePlan, StoredRange
 from lightning_memo.planner.linear_program import LinearProgram, Terms, add, scale
 from lightning_memo.planner.simulate_step import simulate
-from lightning_memo.planner.step_time import step_time, stored_bytes_of
+from lightning_memo.planner.step_time import step_time
 from lightning_memo.utils.units import format_bytes
 
 Shares = Mapping[tuple[str, Place], float]
@@ -632,7 +633,7 @@ def needs_of(costs: StorageCosts, storage: StoragePlan, bounce_share: float = 0.
     """
     costs, calls = costs.of_plan(storage.call_classes), storage.calls
     kept, swapped, spilled = (
-        [stored_bytes_of(call, plan, costs.tokens, place) for call, plan in zip(costs.classes, calls, strict=True)]
+        [plan.stored_bytes(call, costs.tokens, place) for call, plan in zip(costs.classes, calls, strict=True)]
         for place in PLACES
     )
     rounding = 2 * max(a + b for a, b in zip(swapped, spilled, strict=True))

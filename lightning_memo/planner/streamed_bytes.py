@@ -61,9 +61,9 @@ def streamed_bytes(
     Args:
         calls: For each layer call, the tensors that it saves and the number of tokens for which they were measured.
         slices: Slices of the plan.
-        stream_from_host: See :class:`~lightning_memo.artifacts.swap_plan.SwapPlan`; not "none". With "model", the gradients
-            of all layers' keys and values are alive at once, and so is one gradient of the last layer's output per
-            slice.
+        stream_from_host: See :class:`~lightning_memo.artifacts.swap_plan.SwapPlan`; not "none". With "model", the
+            gradients of all layers' keys and values are alive at once, and so is one gradient of the last layer's
+            output per slice.
         gradient_bytes: Bytes per token of the gradients of keys and values, in the type in which they are accumulated.
         block_tokens: Minimum number of tokens whose keys and values are fetched at once.
         shared: With "model", the arguments that layers receive in addition to their input, for as many tokens as in

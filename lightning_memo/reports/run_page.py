@@ -11,14 +11,15 @@ from pathlib import Path
 from string import Template
 from typing import Final
 
-from rich.console import Console
 from rich.table import Table
 
 from lightning_memo.utils.files import replacing
+from lightning_memo.utils.tables import html_of
 
 NAME: Final = "report.html"
 _TEMPLATE: Final = Path(__file__).with_name("run_page.html")
-_COLUMNS: Final = 110
+_LONGEST_VALUE: Final = 40
+"""Characters of a value beside others."""
 _COLORS: Final = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
 """Colors that color-blind people can distinguish."""
 Points = Sequence[tuple[int, float]]
@@ -61,7 +62,7 @@ class RunReport:
             unfinished.write_text(page, encoding="utf-8")
 
     def _tables(self) -> list[str]:
-        return [f'<pre tabindex="0">{html.escape(_text(table))}</pre>' for table in self.tables]
+        return [f'<div class="table" tabindex="0">{html_of(table)}</div>' for table in self.tables]
 
     def _curves(self) -> list[str]:
         drawn = [(title, curve_svg(title, lines)) for title, lines in self.curves.items() if any(lines.values())]
@@ -104,7 +105,8 @@ def curve_svg(title: str, lines: Mapping[str, Points]) -> str:
 
 
 def _fact(name: str, value: str) -> str:
-    return f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
+    wide = ' class="sentence"' if len(value) > _LONGEST_VALUE else ""
+    return f"<div{wide}><dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd></div>"
 
 
 def _figure(title: str, content: Path | str) -> str:
@@ -118,13 +120,6 @@ def _figure(title: str, content: Path | str) -> str:
 def _image(title: str, content: bytes, kind: str) -> str:
     data = base64.b64encode(content).decode()
     return f'<img src="data:{kind};base64,{data}" alt="{html.escape(title)}">'
-
-
-def _text(table: Table) -> str:
-    console = Console(width=_COLUMNS, file=io.StringIO(), color_system=None, force_terminal=False)
-    console.print(table)
-    assert isinstance(console.file, io.StringIO)
-    return "\n".join(line.rstrip() for line in console.file.getvalue().rstrip().splitlines())
 
 
 def literal(text: str) -> str:

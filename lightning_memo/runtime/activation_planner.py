@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.swap_plan import SwapPlan
@@ -43,6 +44,7 @@ from lightning_memo.runtime.solve_plan import MeasuredStep, plan_by_alpha, plan_
 from lightning_memo.runtime.step_meter import MetersSteps
 from lightning_memo.runtime.training_run import TrainingRun
 from lightning_memo.utils.files import check_writable
+from lightning_memo.utils.messages import tell
 
 PLAN_FILE: Final = "memo_plan.json"
 _LEAST_ALPHA: Final = 1 / 16
@@ -97,7 +99,7 @@ class ActivationPlanner(MetersSteps):
         if self._config.plan is not None or resumed_plan is not None:
             self._use_earlier_plan(resumed_plan)
         if self.plan is None:
-            rank_zero_info("lightning_memo: the first batch is profiled, with every layer recomputed.")
+            tell("the first batch is profiled, with every layer recomputed.")
 
     def _use_earlier_plan(self, resumed_plan: str | None) -> None:
         earlier = EarlierPlan(self._engine, self._config, self._ranks, self._run, resumed_plan)
@@ -111,7 +113,7 @@ class ActivationPlanner(MetersSteps):
         self._raising_together(lambda: self._engine.load(plan.swap, plan.costs.batch * plan.costs.tokens))
         self._engine.attention.trials = plan.attention_trials
         self.plan, self._is_unproven = plan, True
-        rank_zero_info(f"lightning_memo: uses {earlier.source}.")
+        tell(f"uses {earlier.source}.")
         self._announce(plan)
         self._warn_of_shortage(plan)
 
@@ -337,7 +339,7 @@ class ActivationPlanner(MetersSteps):
             announce_plan(plan, self._config, classes.unsliceable, why_on_device)
             self._save(plan)
             if self._folder is not None:
-                rank_zero_info(f"lightning_memo: plan saved to {self._folder / PLAN_FILE}")
+                tell(f"plan saved to {self._folder / PLAN_FILE}", logging.DEBUG)
 
     def _warn_of_shortage(self, plan: Plan, everyone: bool = True) -> None:
         shortage = plan_shortage(plan, can_have_more=self._most_device_bytes == math.inf)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
-from rich.console import Console
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.config import MemoConfig
-from lightning_memo.reports.tables import plan_tables
 from lightning_memo.utils.class_names import class_name
+from lightning_memo.utils.messages import show, tell
 from lightning_memo.utils.units import format_bytes
 
 
 def announce_plan(plan: Plan, config: MemoConfig, unsliceable: str, why_on_device: str) -> None:
-    """Print the tables of a plan, and the warnings about settings that it could not follow.
+    """Show a plan, and the warnings about settings that it could not follow.
 
     Args:
         plan: The plan.
@@ -30,12 +30,16 @@ def announce_plan(plan: Plan, config: MemoConfig, unsliceable: str, why_on_devic
     for trial in plan.attention_trials:
         if trial.name == config.attention and trial.why_not:
             rank_zero_warn(f'lightning_memo: attention="{trial.name}" is left to PyTorch: {trial.why_not}.')
-    Console().print(*plan_tables(plan), sep="\n")
+    if plan.swap.plain:
+        tell(f"fits: trains as without lightning_memo. {plan.reason}")
+    else:
+        show(plan.table)
+    show(*plan.details, level=logging.DEBUG)
     if plan.budget.disk_bytes and not plan.swap.disk_bytes:
         why = "the host has room for all swapped activations"
         if not plan.swap.storage.has_one_alpha:
             why = "spilling would not make a step shorter"
-        rank_zero_info(f"lightning_memo: disk_path is not needed, because {why}.")
+        tell(f"disk_path is not needed, because {why}.")
 
 
 def announce_whole_layers(plan: Plan, config: MemoConfig, unsliceable: str) -> None:
@@ -64,8 +68,8 @@ def announce_locking(host_bytes: int, usable_bytes: int, batches: int) -> None:
         usable_bytes: Host memory of the plan until then.
         batches: Number of batches.
     """
-    rank_zero_info(
-        f"lightning_memo: the next {f'{batches} batches are' if batches > 1 else 'batch is'} swapped to "
+    tell(
+        f"the next {f'{batches} batches are' if batches > 1 else 'batch is'} swapped to "
         f"{format_bytes(usable_bytes)} of host memory only, and slower, while {format_bytes(host_bytes)} are locked "
         "for copies in the background."
     )
@@ -79,10 +83,10 @@ def announce_replanning(plan: Plan, shrunk: bool) -> None:
         shrunk: Whether the plan before it took too much memory.
     """
     if shrunk:
-        rank_zero_info("lightning_memo: planned anew, for less memory.")
+        tell("planned anew, for less memory.")
     else:
-        rank_zero_info(
-            f"lightning_memo: a batch of {plan.costs.batch} x {plan.costs.tokens} tokens is larger than the one that "
+        tell(
+            f"a batch of {plan.costs.batch} x {plan.costs.tokens} tokens is larger than the one that "
             "was planned for; layers were profiled and planned anew."
         )
 

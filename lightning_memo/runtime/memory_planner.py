@@ -6,6 +6,7 @@ One memory planner works at a time: PyTorch has one allocator in a process, and 
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import weakref
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_memo.allocator import AllocatorStats, PlannedAllocator
@@ -33,6 +34,7 @@ from lightning_memo.runtime.activation_planner import ActivationPlanner
 from lightning_memo.runtime.allocator_report import memory_metrics, memory_use, placement_summary
 from lightning_memo.runtime.request_recording import RecordedRequests, RequestRecording, StepMarks
 from lightning_memo.runtime.training_run import TrainingRun
+from lightning_memo.utils.messages import tell
 
 _Result = TypeVar("_Result")
 
@@ -441,8 +443,8 @@ class MemoryPlanner:
         self._activations.complete(plan)
         if self.trace is not None:
             cached_placements(cache_folder(), self._run, self._engine).store(plan, self.trace)
-        rank_zero_info(f"lightning_memo: {placement_summary(placement)}{candidate.origin}.")
-        rank_zero_debug(f"lightning_memo: placed by {placement.method} in {placement.seconds:.1f} s")
+        tell(f"{placement_summary(placement)}{candidate.origin}.")
+        tell(f"placed by {placement.method} in {placement.seconds:.1f} s", logging.DEBUG)
 
     def _empty_cache(self) -> None:
         """Return what PyTorch's allocator caches: memory of unplanned steps would stay reserved beside the arena."""

@@ -7,8 +7,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from lightning_utilities.core.rank_zero import rank_zero_info
-
 from lightning_memo.artifacts.costs import Budget, CallCosts, LayerCosts, StorageCosts
 from lightning_memo.artifacts.plan import Fingerprint, Plan
 from lightning_memo.artifacts.swap_plan import PlanMemory, StoragePlan
@@ -23,6 +21,7 @@ from lightning_memo.planner.storage_planner import StorageError
 from lightning_memo.planner.streamed_bytes import StreamedBytes
 from lightning_memo.planner.token_slices import SavedBytes, memory_of_plan, plan_of_alpha, share, slot_bytes
 from lightning_memo.profiler.measured_costs import measured_call_costs
+from lightning_memo.utils.messages import tell
 
 _MOST_SHARE: Final = 0.9  # of the device's budget: the step that is estimated has not run
 _ATTEMPTS: Final = 8
@@ -57,10 +56,7 @@ def return_keys(step: MeasuredStep, engine: Engine, alpha: float | str) -> bool:
     if _device_bytes(step, engine, 0.0 if alpha == "auto" else float(alpha)) > _MOST_SHARE * step.budget.device_bytes:
         return False
     engine.cut(settings.slice_tokens, "none")
-    rank_zero_info(
-        "lightning_memo: the device has room for keys and values, with which slices are faster; the next batch is "
-        "profiled again."
-    )
+    tell("the device has room for keys and values, with which slices are faster; the next batch is profiled again.")
     return True
 
 

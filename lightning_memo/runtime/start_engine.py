@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from packaging.requirements import Requirement
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -30,6 +30,7 @@ from lightning_memo.profiler.measured_costs import host_budget
 from lightning_memo.runtime.training_run import ProcessesOfRun
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face, find_stacks, select_stacks
+from lightning_memo.utils.messages import tell
 
 
 def refuse_gradient_checkpointing(model: nn.Module, layers: Iterable[nn.Module]) -> None:
@@ -81,6 +82,16 @@ def refuse_scripted_modules(layers: Iterable[nn.Module]) -> None:
             )
 
 
+def refuse_float16(dtype: torch.dtype) -> None:
+    """Refuse a type in which layers run.
+
+    Raises:
+        ValueError: It is float16, whose gradients need to be scaled.
+    """
+    if dtype is torch.float16:
+        raise ValueError("layers run in float16, which is not supported: use bfloat16")
+
+
 def refuse_fsdp1(model: nn.Module) -> None:
     """Refuse models that FSDP1 shards.
 
@@ -129,8 +140,8 @@ def announce_other_stacks(model: nn.Module, alone: bool) -> None:
         return
     why = "these settings swap one stack" if alone else "they are small"
     advice = 'choose it with layers="..."' if alone else "layers=[...] swaps those it names"
-    rank_zero_info(
-        f"lightning_memo: the layers of {', '.join(stack.name for stack in chosen)} are swapped, and those of "
+    tell(
+        f"the layers of {', '.join(stack.name for stack in chosen)} are swapped, and those of "
         f"{', '.join(names)} are not, as {why}; {advice}."
     )
 
@@ -212,8 +223,8 @@ def _runs_by_liger(module: nn.Module) -> bool:
 def announce_fused_loss(model: nn.Module) -> None:
     """Say so if liger-kernel computes the loss of the model, without the head's logits."""
     if any(_runs_by_liger(host) for host in find_hugging_face(model)):
-        rank_zero_info(
-            "lightning_memo: the loss is liger-kernel's fused one, and loss_chunk_tokens is not used in training; "
+        tell(
+            "the loss is liger-kernel's fused one, and loss_chunk_tokens is not used in training; "
             "apply liger-kernel with fused_linear_cross_entropy=False to have the loss in chunks instead."
         )
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from lightning_utilities.core.rank_zero import rank_zero_info
-
 from lightning_memo.engine import Engine
 from lightning_memo.profiler.memory_meter import Precedence, WorkingSet, WorkingSetMeter
+from lightning_memo.utils.messages import tell
 
-_ONLY_ESTIMATED = "lightning_memo: another profiler runs, so the memory of the first step is only estimated."
+_ONLY_ESTIMATED = "another profiler runs, so the memory of the first step is only estimated."
 
 
 class StepMeter:
@@ -51,7 +50,7 @@ class StepMeter:
             return self._meter.stop(kept_bytes, accumulating)
         except RuntimeError:
             if self._precedence is Precedence.FIRST_STEP:
-                rank_zero_info(_ONLY_ESTIMATED)
+                tell(_ONLY_ESTIMATED)
             return None
 
     def _mark(self, key: int, name: str) -> None:
@@ -72,7 +71,7 @@ class MetersSteps:
             self._meter = StepMeter(engine, precedence)
         except RuntimeError:
             if precedence is Precedence.FIRST_STEP:
-                rank_zero_info(_ONLY_ESTIMATED)
+                tell(_ONLY_ESTIMATED)
             self._meter = None
 
     def before_backward(self) -> None:

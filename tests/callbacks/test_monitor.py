@@ -240,7 +240,7 @@ def test_the_page_shows_the_schedule_or_says_why_not(tmp_path: Path) -> None:
         warnings.filterwarnings("error", message="ScheduleRecorder")
         drawn, words = shown(tmp_path / "short", MemoStrategy(alpha=0.5), 3)
         assert drawn and re.search("Memory map: .*: plan_memory is off", words)
-        drawn, words = shown(tmp_path / "one", MemoStrategy(alpha=0.5), 1)
+        drawn, words = shown(tmp_path / "one", MemoStrategy(alpha=0.5, plan_memory=True), 1)
         assert not drawn and re.search("Schedule: .*: no step was recorded", words)
         assert re.search("Memory map: .*: training ended before memory was planned", words)
         drawn, words = shown(tmp_path / "plain", MemoStrategy(), 3)

@@ -30,7 +30,6 @@ from lightning_memo.kernels.fallback_kernels import Replay
 from lightning_memo.kernels.select_kernel import PROBE_TOKENS, ProbeInputs, agreed, fastest_kernel, try_kernels
 from lightning_memo.parallel.ranks import Ranks
 from lightning_memo.planner.token_slices import plan_of_alpha, plan_of_plain_training
-from lightning_memo.reports.tables import plan_table
 
 SPEC = AttentionSpec()
 
@@ -263,16 +262,13 @@ def test_the_table_of_a_plan_tells_of_the_trials():
         AttentionTrial(name="cudnn", seconds=0.0012),
         AttentionTrial(name="flash_attn", why_not="ImportError: undefined symbol"),
     )
-    caption = str(plan_table(replace(plan, swap=swap, attention_trials=trials)).caption)
-    assert (
-        "kernel  cudnn attention; cudnn 1.2 ms; sdpa 2.1 ms; flash_attn not used: ImportError: undefined symbol\n"
-        in caption
-    )
-    assert "kernel" not in str(
-        plan_table(
-            replace(plan, swap=replace(swap, storage=plan_of_plain_training(plan.costs.tokens, plan.swap.calls)))
-        ).caption
-    )
+    plan = replace(plan, swap=swap, attention_trials=trials)
+    assert "alpha=0.5, cudnn attention" in str(plan)
+    lines = [" ".join(line.split()) for line in plan.explain().splitlines()]
+    first = lines.index("cudnn 1.2 ms")
+    assert lines[first:][:3] == ["cudnn 1.2 ms", "sdpa 2.1 ms", "flash_attn not used: ImportError: undefined symbol"]
+    plain = replace(swap, storage=plan_of_plain_training(plan.costs.tokens, plan.swap.calls))
+    assert "cudnn" not in replace(plan, swap=plain).explain()
 
 
 def test_a_saved_plan_keeps_choice_and_trials():
@@ -315,7 +311,8 @@ def test_a_run_takes_the_kernel_its_plan_and_its_checkpoint_keep_it(cudnn_is_fas
     used = Chunked.uses
     assert used > 0
     assert strategy.plan.swap.attention == "cudnn"
-    assert "cudnn attention; cudnn 1.00 s; sdpa 2.00 s" in " ".join(capsys.readouterr().out.split())
+    assert "alpha=0.5, cudnn attention" in capsys.readouterr().out
+    assert "cudnn 1.00 s sdpa 2.00 s" in " ".join(strategy.plan.explain().split())
     strategy.plan.save(tmp_path / "plan.json")
 
     monkeypatch.setattr(

@@ -143,7 +143,7 @@ def test_ample_device_memory_means_plain_training():
     needed = costs.fixed_device_bytes + costs.transient_device_bytes + costs.skeletal_bytes
     made = plan(costs, device_bytes=needed)
     assert (made.swap.plain, made.swap.alpha, made.swap.host_bytes, made.swap.memory.slot) == (True, 0.0, 0, 0)
-    assert made.reason.startswith("Device memory is ample: plain training needs 10.2 GiB of the 10.2 GiB")
+    assert made.reason.startswith("Plain training needs 10.2 GiB of 10.2 GiB")
     assert made.step_seconds == pytest.approx(6 * (0.8 + 1.5) + 2.0)
     assert not plan(costs, device_bytes=needed - 1).swap.plain
 
@@ -151,8 +151,8 @@ def test_ample_device_memory_means_plain_training():
 def test_a_given_alpha_is_taken_even_where_memory_is_ample():
     made = plan(costs_of(), device_bytes=2**50, alpha=1)
     assert (made.swap.plain, made.swap.alpha) == (False, 1.0)
-    assert made.reason == "alpha was given. A step waits 1.60 s for copies."
-    hidden = "alpha was given. Copies hide behind the computation."
+    assert made.reason == "You set alpha=1. A step waits 1.60 s for copies."
+    hidden = "You set alpha=0.5. Its copies hide behind the computation."
     assert plan(costs_of(), alpha=0.5).reason == hidden
     assert plan(costs_of(), alpha=0.5, device_bytes=GIB).reason == (
         f"{hidden} Device memory is short: alpha=0.5 exceeds the 1.0 GiB budget."

@@ -24,7 +24,6 @@ from lightning_memo.artifacts.costs import (
 from lightning_memo.artifacts.plan import Fingerprint, Plan
 from lightning_memo.artifacts.swap_plan import CallPlan, PlanMemory, StoragePlan, StoredRange, SwapPlan
 from lightning_memo.planner import HostMemoryError, Restrictions, make_plan
-from lightning_memo.planner.explain_plan import resource_sensitivities
 from lightning_memo.planner.simulate_step import ScheduleError, ScheduleFault, simulate
 from lightning_memo.planner.storage_planner import StorageError, needs_of, plan_storage, solve_storage
 from lightning_memo.planner.token_slices import slices_of, swapped_tokens
@@ -586,7 +585,7 @@ def test_a_table_says_what_binds_and_what_more_would_bring():
         reason="",
         prices=made.prices,
     )
-    rows = resource_sensitivities(plan)
+    rows = plan.sensitivities
     prices = {price.resource: price for price in plan.prices}
     assert len(rows) == len(prices) == 7
     assert [row.seconds for row in rows if row.binds] == sorted((r.seconds for r in rows if r.binds), reverse=True)

@@ -61,6 +61,8 @@ SETTINGS = {
     "plan_memory": ({"plan_memory": "yes"}, ("plan_memory='yes'", "True or False")),
     "device_memory": ({"device_memory": "lots"}, ("device_memory='lots'", "120GiB")),
     "device_memory unit": ({"device_memory": "5 GiBs"}, ("device_memory='5 GiBs'", "120GiB")),
+    "device_memory in bytes": ({"device_memory": 40}, ("device_memory=40", 'did you mean "40GiB"')),
+    "host_memory in bytes": ({"host_memory": "40"}, ("host_memory='40'", 'did you mean "40GiB"')),
     "device_memory zero": ({"device_memory": 0}, ("device_memory=0", "120GiB")),
     "host_memory": ({"host_memory": "-1GiB"}, ("host_memory='-1GiB'", "120GiB")),
     "host_memory float": ({"host_memory": 1.5}, ("host_memory=1.5", "120GiB")),
@@ -127,6 +129,11 @@ def test_float16():
         make_trainer(MemoStrategy(), precision="16-true")
     assert_one_line(caught.value, 'precision="16-true": give one of 32-true, 64-true, bf16-true, bf16-mixed')
     assert make_trainer(MemoStrategy(), precision="bf16-true").precision == "bf16-true"
+    module = LanguageModel("llama")
+    module.model.half()
+    with pytest.raises(ValueError, match="float16") as caught:
+        fit(MemoStrategy(), module)
+    assert_one_line(caught.value, "layers run in float16", "bfloat16")
 
 
 def test_a_folder_that_cannot_be_written():

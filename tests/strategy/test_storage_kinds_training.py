@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
-from rich.console import Console
 from support.modes import BY_ALPHA, BY_KIND, JOINT
 from support.parallel_training import Run, train_alone, train_together
 from support.samples.storage_problems import ALWAYS, CALL, COSTS, LABEL, LAYERS, MIB, planned
@@ -22,7 +21,6 @@ from lightning_memo.artifacts.costs import Budget
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.planner.make_plan import with_spare_device
 from lightning_memo.planner.storage_planner import StorageError
-from lightning_memo.reports.tables import plan_tables
 from lightning_memo.runtime import activation_planner
 from lightning_memo.runtime import solve_plan as planning
 from lightning_memo.runtime.solve_plan import common_problem, plan_by_kind
@@ -266,17 +264,16 @@ def test_some_of_the_free_device_memory_is_left() -> None:
 def text() -> str:
     budget = Budget(device_bytes=ALWAYS + 150 * MIB, host_bytes=60 * MIB)
     plan = planned(budget, unit=64)
-    console = Console(width=120, color_system=None, force_terminal=False)
-    with console.capture() as captured:
-        console.print(*plan_tables(plan), sep="\n")
-    return captured.get()
+    return plan.explain()
 
 
 def test_the_table_shows_every_kind_and_what_binds(text: str) -> None:
     rows = [" ".join(line.split()) for line in text.splitlines()]
-    assert "memo, by kind of tensor" in text
+    assert "by kind of tensor" in text
     assert any(row.startswith("0-5 layer input 3.9 MiB") for row in rows)
     assert any(row.startswith("of it up 15.6 MiB") for row in rows)
     binding = [row for row in rows if row.startswith("host memory 60 MiB")]
     assert binding and "%" in binding[0]
-    assert "Host memory is a limit: with 1 MiB more, a step would be up to" in " ".join(text.split())
+    assert "Device memory and host memory limit a step, and 1 MiB more would make" in " ".join(
+        text.replace("│", "").split()
+    )

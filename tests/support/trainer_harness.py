@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from typing_extensions import override
 
-from lightning_memo import MemoStrategy, strategy
-from lightning_memo.runtime import activation_planner, announce_plan, start_engine, step_meter
+from lightning_memo import MemoStrategy
 from support.devices import ACCELERATOR
 from support.families import FAMILIES, VOCABULARY, PlainBlock, PlainModel
 
@@ -269,31 +268,20 @@ def shorten_measurements(monkeypatch: Any) -> None:
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    """Collect the messages that Lightning logs."""
+    """Collect the messages of this package and of Lightning."""
     heard: list[str] = []
 
     class Ear(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if record.getMessage() not in heard[-1:]:  # heard already
-                heard.append(record.getMessage())
+            heard.append(record.getMessage())
 
-    ear, loggers = Ear(), [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    sayers = (activation_planner, announce_plan, step_meter, start_engine, strategy)
-    say = activation_planner.rank_zero_info
-
-    def overheard(text: str) -> None:  # another test may have configured logging
-        heard.append(text)
-        say(text)
-
-    for module in sayers:
-        module.rank_zero_info = overheard
+    ear = Ear()
+    loggers = [logging.getLogger(name) for name in ("lightning_memo", "lightning.pytorch", "lightning.fabric")]
     for logger in loggers:
         logger.addHandler(ear)
     try:
         yield heard
     finally:
-        for module in sayers:
-            module.rank_zero_info = say
         for logger in loggers:
             logger.removeHandler(ear)
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
@@ -22,6 +21,7 @@ from lightning_memo.kernels import RngState
 from lightning_memo.parallel.batches.gathered_tokens import GatheredTokens
 from lightning_memo.parallel.context_parallel import ContextGroups
 from lightning_memo.utils.class_names import class_name
+from lightning_memo.utils.messages import tell
 
 T = TypeVar("T")
 
@@ -74,8 +74,8 @@ class GatheredModules:
         name = class_name(layer) if module is layer else f"{class_name(module)} of {class_name(layer)}"
         if name not in self._told:
             self._told.add(name)
-            rank_zero_info(
-                f"lightning_memo: {name} relates tokens in a way that is not divided: each process computes it for the "
+            tell(
+                f"{name} relates tokens in a way that is not divided: each process computes it for the "
                 "tokens of all, which is slower and takes the memory of all of them while it runs; what is stored "
                 "between layers stays divided."
             )

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
-from rich.console import Console
 from support.families import make_batch
 from support.harness import DELAYS, assert_close, assert_equal
 from support.modes import BY_KIND
@@ -24,9 +23,7 @@ from lightning_memo.artifacts.costs import Budget
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.artifacts.slot_layouts import DiskLayout, whole_blocks
 from lightning_memo.engine.memory.disk import DiskError
-from lightning_memo.planner.explain_plan import resource_sensitivities
 from lightning_memo.profiler import measured_costs as costs
-from lightning_memo.reports.tables import plan_tables
 
 KIB = 1024
 BATCH = make_batch(2, TOKENS)
@@ -128,7 +125,7 @@ def test_bounce_buffers_fit_a_small_host() -> None:
 def test_what_bounce_buffers_lack_is_host_memory(host_mib: int) -> None:
     plan = planned(budget_of(host_mib, 64))
     assert not plan.swap.storage.has_one_alpha and plan.swap.disk_bytes > 0
-    rows = {row.resource: row for row in resource_sensitivities(plan)}
+    rows = {row.resource: row for row in plan.sensitivities}
     assert (rows["host memory"].limit, rows["host memory"].binds) == (host_mib, True)
     assert rows["host memory"].used == plan.swap.host_bytes / MIB
     assert (rows["disk space"].limit, rows["disk space"].binds) == (64, False)
@@ -136,11 +133,9 @@ def test_what_bounce_buffers_lack_is_host_memory(host_mib: int) -> None:
 
 
 def test_tables_show_the_disk() -> None:
-    console = Console(width=120, color_system=None, force_terminal=False)
-    with console.capture() as captured:
-        console.print(*plan_tables(planned(budget_of(60))), sep="\n")
-    rows = [" ".join(line.split()) for line in captured.get().splitlines()]
-    assert any(row.startswith("disk") and "budget 1.0 GiB: layer calls 0, 1, 2, 3" in row for row in rows)
+    plan = planned(budget_of(60))
+    rows = [" ".join(line.split()) for line in plan.explain().splitlines()]
+    assert any(row.startswith("│ disk │") and f"of 1.0 GiB, for {len(plan.swap.disk_calls)}" in row for row in rows)
     assert any("size kept swapped on the disk recomputed" in row for row in rows)
     assert any(row.startswith("disk space 1 GiB") for row in rows)
     assert any(row.startswith("disk write bandwidth 200 MB/s") for row in rows)
