@@ -200,8 +200,7 @@ def summary(rehearsed: Rehearsed) -> str:
     devices = ", ".join(sorted({device for _, device, _ in rehearsed}))
     return (
         f"**{devices}**: speedup of `MemoStrategy()` over the fastest other method that fits. Times are *simulated*, "
-        "nothing was\nmeasured ([methods and times](docs/performance.md)).\n\n"
-        + table(["", *map(tokens, lengths)], rows)
+        "nothing was\nmeasured.\n\n" + table(["", *map(tokens, lengths)], rows)
     )
 
 
