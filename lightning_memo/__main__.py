@@ -1,7 +1,10 @@
 """The commands of the package, as `lightning-memo COMMAND` and `python -m lightning_memo COMMAND`."""
 
+import difflib
 import os
 import sys
+
+from lightning_memo import __version__
 
 COMMANDS = {
     "train": "train a model on text or documents (Hydra settings: train --help)",
@@ -9,6 +12,7 @@ COMMANDS = {
     "longest": "find the longest sequence that trains on this machine",
     "place": "place the buffers of a recorded step",
     "export": "write a checkpoint in the format of Hugging Face",
+    "doctor": "say whether this machine can train, by what, and what is missing",
 }
 
 
@@ -17,10 +21,16 @@ def main() -> None:
     command, *arguments = sys.argv[1:] or ["--help"]
     if command in ("-h", "--help"):
         listed = "\n".join(f"  {name:9} {what}" for name, what in COMMANDS.items())
-        print(f"usage: lightning-memo COMMAND [arguments]\n\n{listed}\n\nCOMMAND --help explains a command.")  # noqa: T201
+        usage = "usage: lightning-memo COMMAND [arguments], or lightning-memo --version"
+        print(f"{usage}\n\n{listed}\n\nCOMMAND --help explains a command.")  # noqa: T201
+        return
+    if command == "--version":
+        print(f"lightning-memo {__version__}")  # noqa: T201
         return
     if command not in COMMANDS:
-        print(f"lightning-memo: {command!r} is no command: give {', '.join(COMMANDS)}", file=sys.stderr)  # noqa: T201
+        near = "".join(f"did you mean {name}? " for name in difflib.get_close_matches(command, COMMANDS, n=1))
+        message = f"lightning-memo: {command!r} is no command: {near}Give one of {', '.join(COMMANDS)}"
+        print(message, file=sys.stderr)  # noqa: T201
         sys.exit(2)
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", f"lightning_memo.{command}", *arguments])

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from packaging.requirements import Requirement
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -31,6 +28,7 @@ from lightning_memo.runtime.training_run import ProcessesOfRun
 from lightning_memo.utils.class_names import class_name
 from lightning_memo.utils.find_layers import find_hugging_face, find_stacks, select_stacks
 from lightning_memo.utils.messages import tell
+from lightning_memo.utils.requirements import required_libraries
 
 
 def refuse_gradient_checkpointing(model: nn.Module, layers: Iterable[nn.Module]) -> None:
@@ -229,9 +227,6 @@ def announce_fused_loss(model: nn.Module) -> None:
         )
 
 
-_PACKAGE = "lightning-memo"
-
-
 def check_machine(config: MemoConfig) -> None:
     """Refuse settings that this machine cannot follow.
 
@@ -317,28 +312,11 @@ def warn_of_untested_versions() -> None:
 
     pip installs allowed versions only, but later commands may replace them.
     """
-    for requirement, version in untested_versions():
-        rank_zero_warn(
-            f"{requirement.name} {version} was not tested with lightning_memo, which uses parts of it that may "
-            f'change between versions: if training fails, pip install "{requirement}"'
-        )
-
-
-@functools.cache  # reading the metadata of all libraries takes as long as several steps of a small model
-def untested_versions() -> list[tuple[Requirement, str]]:
-    """Return the libraries whose installed versions the requirements of this package do not allow."""
-    try:
-        lines = metadata.requires(_PACKAGE) or []
-    except metadata.PackageNotFoundError:  # these are sources that are not installed
-        return []
-    found = []
-    for requirement in map(Requirement, lines):
-        if requirement.marker is not None:  # of an extra
-            continue
-        try:
-            version = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:  # parts of this package need it, which say so
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            found.append((requirement, version))
-    return found
+    for library in required_libraries():
+        # Parts of this package need what is not installed, and say so.
+        if not library.extra and library.version is not None and not library.is_tested:
+            requirement = library.requirement
+            rank_zero_warn(
+                f"{requirement.name} {library.version} was not tested with lightning_memo, which uses parts of it that "
+                f'may change between versions: if training fails, pip install "{requirement}"'
+            )

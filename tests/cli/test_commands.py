@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from lightning_memo import __version__
 from lightning_memo.__main__ import COMMANDS
 
 
@@ -23,9 +24,15 @@ def test_commands_are_listed() -> None:
 
 
 def test_an_unknown_command() -> None:
-    done = run("trian")
-    assert done.returncode == 2
-    assert done.stderr == f"lightning-memo: 'trian' is no command: give {', '.join(COMMANDS)}\n"
+    for given, near in (("trian", "did you mean train? "), ("estimates", "did you mean estimate? "), ("xyz", "")):
+        done = run(given)
+        assert done.returncode == 2
+        assert done.stderr == f"lightning-memo: {given!r} is no command: {near}Give one of {', '.join(COMMANDS)}\n"
+
+
+def test_the_version() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"lightning-memo {__version__}\n")
 
 
 @pytest.mark.slow

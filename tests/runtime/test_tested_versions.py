@@ -9,7 +9,8 @@ import torch
 from support.families import FAMILIES
 
 from lightning_memo import MemoLoop
-from lightning_memo.runtime.start_engine import untested_versions, warn_of_untested_versions
+from lightning_memo.runtime.start_engine import warn_of_untested_versions
+from lightning_memo.utils.requirements import required_libraries
 
 REQUIREMENTS = ["torch<2.14,>=2.11", "lightning!=2.6.2,<2.7,>=2.6", 'trl>=1; extra == "trainer"']
 
@@ -18,7 +19,7 @@ REQUIREMENTS = ["torch<2.14,>=2.11", "lightning!=2.6.2,<2.7,>=2.6", 'trl>=1; ext
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Adds the metadata of an installed distribution."""
     monkeypatch.syspath_prepend(tmp_path)
-    untested_versions.cache_clear()
+    required_libraries.cache_clear()
 
     def add(name: str, version: str, requirements: list[str]) -> None:
         folder = tmp_path / f"{name}-{version}.dist-info"
@@ -27,7 +28,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (folder / "METADATA").write_text("\n".join([*lines, *(f"Requires-Dist: {line}" for line in requirements)]))
 
     yield add
-    untested_versions.cache_clear()
+    required_libraries.cache_clear()
 
 
 @pytest.mark.parametrize("version", ["2.14.0", "2.14.0.dev20261126+cu130", "2.10.1"])
