@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import HydraException, InstantiationException
+from hydra.errors import HydraException, InstantiationException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_memo.cli.processes import delay_unless_rank_zero
@@ -25,7 +25,6 @@ _HYDRA_KEYS = ("_target_", "defaults")
 _SETTING = re.compile(r"[a-z_]+[=:]")
 
 _UNKNOWN = re.compile(r"Could not override '(?P<name>[^']+)'")
-_NO_VALUE = re.compile(r"Error parsing override '(?P<text>[^']+)'\s+missing EQUAL")
 
 
 def config_dir() -> str:
@@ -134,14 +133,27 @@ def _with_section(section: str, message: str) -> str:
 
 
 def _shortened(error: BaseException) -> str:
+    if isinstance(error, OverrideParseException):
+        return one_line(_unreadable(error.override))
     text = str(error).partition("Config search path")[0]  # Hydra's search path does not help to choose an option
     if isinstance(error, HydraException):
         text = _rewrite_hydra_message(text, Path(config_dir()))
     return one_line(text)
 
 
+def _unreadable(override: str) -> str:
+    """Returns the message about an argument that Hydra's grammar does not allow."""
+    name, equal, value = override.partition("=")
+    if not equal:
+        return f"{override}: give SETTING=VALUE; --help lists all settings"
+    value = value.strip("=\"' ")
+    return (
+        f"{override}: cannot be read; a value with special characters needs two kinds of quotes: '{name}=\"{value}\"'"
+    )
+
+
 def _rewrite_hydra_message(message: str, folder: Path) -> str:
-    """Rewrites Hydra's messages about an unknown setting or a missing value; returns other messages unchanged.
+    """Rewrites Hydra's messages about an unknown setting; returns other messages unchanged.
 
     Args:
         message: Hydra's message. For an unknown setting, it advises to append the setting, which is rarely right.
@@ -149,8 +161,6 @@ def _rewrite_hydra_message(message: str, folder: Path) -> str:
     """
     if found := _UNKNOWN.match(message):
         return _no_such_setting(found["name"], folder)
-    if found := _NO_VALUE.match(message):
-        return f"{found['text']}: give SETTING=VALUE; --help lists all settings"
     return message
 
 
