@@ -63,7 +63,7 @@ def _print(name: str, text: str) -> None:
 
 
 def _findings() -> Iterator[Finding]:
-    system = f"{platform.system()} {platform.release()}"
+    system = f"{platform.system()} {platform.machine()}"
     yield Finding(PACKAGE, f"{lightning_memo.__version__}, Python {platform.python_version()}, {system}")
     yield from _versions()
     try:

@@ -105,7 +105,8 @@ def _memory(device: torch.device) -> Iterator[Finding]:
     readonly = "" if os.access(folder, os.W_OK) else " (not writable)"
     places = f"{format_bytes(free_disk_bytes(folder))} free here{readonly}"
     if cache.is_dir():
-        places += f", {format_bytes(free_disk_bytes(cache))} in {cache.parent}"
+        home = cache.parent.relative_to(Path.home()) if cache.is_relative_to(Path.home()) else None
+        places += f", {format_bytes(free_disk_bytes(cache))} in {f'~/{home}' if home else cache.parent}"
     yield Finding("disk", places)
 
 

@@ -107,6 +107,13 @@ def test_the_page_states_how_much_rounding_changes() -> None:
     assert f"changes the validation loss by up to {100 * max(changes):.1f} %" in (DOCS / "parallelism.md").read_text()
 
 
+def test_the_package_is_installed_from_files() -> None:
+    """It is on no index yet."""
+    files = [ROOT / "README.md", *PAGES, *(ROOT / "examples").iterdir()]
+    by_name = re.compile(r"""pip install[^\n]*["' ]lightning[-_]memo(\[|["'`\s])""")
+    assert not [path.name for path in files if by_name.search(path.read_text())]
+
+
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
 def test_links_of_files_in_the_root_exist(name: str) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / name).read_text())
