@@ -25,7 +25,7 @@ NEWEST_INSTALLED := $(NEWEST_VENV)/.installed
 NEWEST_TESTS := tests/parallel/zero tests/parallel/pipeline/test_pipeline_zero.py \
 	tests/parallel/pipeline/zero_bubble/test_zero_bubble.py tests/allocator
 
-.PHONY: demo test test-slow test-cuda test-newest lint docs bench-cpu cuda-headers
+.PHONY: demo test test-slow test-cuda test-newest lint docs dist release bench-cpu cuda-headers
 
 # One thread computes, which leaves a core to the thread that copies. More threads gain little at this size and lose much
 # while other programs run.
@@ -81,6 +81,14 @@ lint: $(INSTALLED)
 # Builds the site into site/. A broken link, picture or reference is an error.
 docs: $(INSTALLED)
 	$(RUN) -m mkdocs build --strict
+
+# The source distribution, and the wheel that is made from it, in dist/.
+dist: $(INSTALLED)
+	rm -rf dist
+	$(RUN) -m build --no-isolation
+
+release:
+	.ci/release "$(VERSION)"
 
 bench-cpu: $(INSTALLED)
 	$(RUN) benchmarks/engine.py

@@ -201,6 +201,8 @@ def test_the_console_command(console):
     assert "usage: python -m lightning_memo.place" in console("place", "--help")
     told = json.loads(console("estimate", "model=llama3_8b", "cluster=h100", "output=json"))
     assert told["status"] == "ok"
+    assert console("--version") == f"lightning-memo {lightning_memo.__version__}\n"
+    assert console("doctor").endswith("Training can run.\n")
 
 
 @pytest.mark.slow
