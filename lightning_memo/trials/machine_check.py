@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import resource
 import shlex
@@ -172,8 +173,7 @@ def _training(device: torch.device, dtype: torch.dtype) -> Iterator[Finding]:
         num_key_value_heads=_HEADS,
     )
     started = time.perf_counter()
-    with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("always", UserWarning)
+    with _quiet() as caught:
         model: nn.Module = LlamaForCausalLM(config)
         model.to(device, dtype)
         fused = _fused(model, device)
@@ -185,6 +185,20 @@ def _training(device: torch.device, dtype: torch.dtype) -> Iterator[Finding]:
     seconds = time.perf_counter() - started
     text = f"{_STEPS} steps of a small Llama in {_name(dtype)} took {seconds:.1f} s, loss {loss:.2f}"
     yield Finding("training", text, prevents_training=not loss < float("inf"))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[list[warnings.WarningMessage]]:
+    """Inside this context, nothing is printed; yields the list of warnings."""
+    logger = logging.getLogger("lightning_memo")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("always", UserWarning)
+            yield caught
+    finally:
+        logger.setLevel(level)
 
 
 def _fused(model: nn.Module, device: torch.device) -> str:
