@@ -28,8 +28,9 @@ def main() -> None:
         print(f"lightning-memo {__version__}")  # noqa: T201
         return
     if command not in COMMANDS:
-        near = "".join(f"did you mean {name}? " for name in difflib.get_close_matches(command, COMMANDS, n=1))
-        message = f"lightning-memo: {command!r} is no command: {near}Give one of {', '.join(COMMANDS)}"
+        near = difflib.get_close_matches(command, COMMANDS, n=1)
+        meant = f": did you mean {near[0]}?" if near else "."
+        message = f"lightning-memo: {command!r} is no command{meant} Commands: {', '.join(COMMANDS)}"
         print(message, file=sys.stderr)  # noqa: T201
         sys.exit(2)
     sys.stdout.flush()

@@ -9,6 +9,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import argparse
 import platform
+import signal
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -105,4 +106,5 @@ def _versions() -> Iterator[Finding]:
 
 if __name__ == "__main__":
     finish_imports()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `doctor | head`
     sys.exit(main())

@@ -15,6 +15,7 @@ from typing import Any
 from hydra.errors import HydraException, InstantiationException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_memo import __version__
 from lightning_memo.cli.processes import delay_unless_rank_zero
 from lightning_memo.cli.run_folder import register_run_folder
 from lightning_memo.config import GONE
@@ -50,6 +51,9 @@ def run_command(command: Callable[[], None]) -> None:
     A process that lost another one has said so in one line, and ends with status 1. All other exceptions are bugs and
     keep their tracebacks.
     """
+    if "--version" in sys.argv[1:]:  # Hydra would tell its own
+        print(f"lightning-memo {__version__}")  # noqa: T201
+        return
     # Otherwise Hydra prints several lines of its own for bugs and mistakes alike, and exits with status 1.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     register_run_folder()

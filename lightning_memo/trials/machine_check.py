@@ -50,7 +50,7 @@ _TOKENS = 512
 def check_machine() -> Iterator[Finding]:
     """Yield what is found, one subject after the other. The last one is the training."""
     yield from _devices()
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.device_count() else torch.device("cpu")
     dtype = torch.bfloat16 if device.type == "cuda" and _computes_bf16() else torch.float32
     yield from _memory(device)
     yield from _compiled(device)
@@ -69,7 +69,7 @@ def _computes_bf16() -> bool:
 
 def _devices() -> Iterator[Finding]:
     alike: dict[str, list[int]] = {}
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+    for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
         with torch.cuda.device(index):
             slow = "" if _computes_bf16() else '; has no bf16, which is emulated slowly: precision="32-true"'
@@ -86,7 +86,7 @@ def _devices() -> Iterator[Finding]:
     else:
         try:
             torch.empty(0, device="cuda")
-            why = "no GPU is visible (CUDA_VISIBLE_DEVICES)"
+            why = "No GPU is visible (CUDA_VISIBLE_DEVICES)"
         except (RuntimeError, AssertionError) as error:
             why = one_line(str(error))
     yield Finding("GPU", f"none: training runs on {len(os.sched_getaffinity(0))} CPU cores. {why}")
@@ -142,7 +142,7 @@ def _compiled(device: torch.device) -> Iterator[Finding]:
             load()
             compiled.append(name)
         except BuildError as error:
-            yield Finding(name, f"{error}; training runs without it")
+            yield Finding("not compiled", f"{error}; training runs without it")
     if compiled:
         yield Finding("compiled", ", ".join(compiled))
 

@@ -24,10 +24,10 @@ def test_commands_are_listed() -> None:
 
 
 def test_an_unknown_command() -> None:
-    for given, near in (("trian", "did you mean train? "), ("estimates", "did you mean estimate? "), ("xyz", "")):
+    for given, near in (("trian", ": did you mean train?"), ("estimates", ": did you mean estimate?"), ("xyz", ".")):
         done = run(given)
         assert done.returncode == 2
-        assert done.stderr == f"lightning-memo: {given!r} is no command: {near}Give one of {', '.join(COMMANDS)}\n"
+        assert done.stderr == f"lightning-memo: {given!r} is no command{near} Commands: {', '.join(COMMANDS)}\n"
 
 
 def test_the_version() -> None:

@@ -96,7 +96,7 @@ def test_no_compiler(told, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     status, _, texts = told()
     assert status == 0
     assert "no such program" in texts["C++ compiler"]
-    assert "training runs without it" in texts["allocator"]
+    assert "training runs without it" in texts["not compiled"]
 
 
 @pytest.mark.slow

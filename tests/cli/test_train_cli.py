@@ -11,6 +11,7 @@ from support.disks import mounted
 from support.markers.slow import slow_if
 from support.paths import ROOT
 
+from lightning_memo import __version__
 from lightning_memo import train as command
 from lightning_memo.cli import step_stats
 from lightning_memo.cli.hydra_command import command_error_message, config_dir
@@ -279,3 +280,8 @@ def test_interrupted_writing_leaves_the_old_file(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert [p.read_text() for p in path.parent.iterdir()] == ["old"]
+
+
+def test_the_version_is_that_of_the_package(in_process):
+    status, out, _ = in_process(command.main, "--version")
+    assert (status, out) == (0, f"lightning-memo {__version__}\n")
