@@ -6,7 +6,6 @@ What training would use is not concluded from versions: the parts of the package
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import resource
@@ -189,12 +188,12 @@ def _training(device: torch.device, dtype: torch.dtype) -> Iterator[Finding]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[list[warnings.WarningMessage]]:
-    """Inside this context, nothing is printed; yields the list of warnings."""
+    """Inside this context, the package tells nothing; yields the list of warnings."""
     logger = logging.getLogger("lightning_memo")
     level = logger.level
     logger.setLevel(logging.WARNING)
     try:
-        with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(io.StringIO()):
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             yield caught
     finally:
