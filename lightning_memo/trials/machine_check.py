@@ -77,7 +77,7 @@ def _devices() -> Iterator[Finding]:
         alike.setdefault(kind, []).append(index)
     for text, indices in alike.items():
         free = format_bytes(min(free_device_bytes(torch.device("cuda", index)) for index in indices))
-        yield Finding(f"GPU {', '.join(map(str, indices))}", f"{free} free; {text}")
+        yield Finding("GPU", f"{len(indices)} x {text}; {free} free" if len(indices) > 1 else f"{text}; {free} free")
     if alike:
         return
     if torch.version.cuda is None:
@@ -105,8 +105,9 @@ def _memory(device: torch.device) -> Iterator[Finding]:
     readonly = "" if os.access(folder, os.W_OK) else " (not writable)"
     places = f"{format_bytes(free_disk_bytes(folder))} free here{readonly}"
     if cache.is_dir():
-        home = cache.parent.relative_to(Path.home()) if cache.is_relative_to(Path.home()) else None
-        places += f", {format_bytes(free_disk_bytes(cache))} in {f'~/{home}' if home else cache.parent}"
+        home = os.environ.get("HOME")
+        shown = f"~/{cache.parent.relative_to(home)}" if home and cache.is_relative_to(home) else cache.parent
+        places += f", {format_bytes(free_disk_bytes(cache))} in {shown}"
     yield Finding("disk", places)
 
 
