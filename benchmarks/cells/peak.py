@@ -29,18 +29,13 @@ def peak_of(device: torch.device) -> Peak | None:
     """Returns the manufacturer's value for a GPU, or else the speed of a large matrix product; `None` on a CPU."""
     if device.type != "cuda":
         return None
-    properties = torch.cuda.get_device_properties(device)
-    return specified(properties.name, properties.total_memory) or _measured(device)
+    return specified(torch.cuda.get_device_name(device)) or _measured(device)
 
 
-def specified(name: str, memory_bytes: int) -> Peak | None:
-    """Returns the peak from the file in `conf/cluster` that matches the name and memory of a GPU, or `None`."""
-    words = name.upper().replace("-", " ").split()
-    found = [cluster for cluster in preset_names("cluster") if cluster.partition("_")[0].upper() in words]
-    if not found:
-        return None
-    nearest = min(found, key=lambda cluster: abs(load_cluster(cluster).device_bytes - memory_bytes))
-    return Peak(load_cluster(nearest).peak_flops, f"conf/cluster/{nearest}.yaml")
+def specified(name: str) -> Peak | None:
+    """Returns the peak from the file in `conf/cluster` for the device of a name, or `None`."""
+    found = next((cluster for cluster in map(load_cluster, preset_names("cluster")) if cluster.device == name), None)
+    return None if found is None else Peak(found.peak_flops, f"conf/cluster/{found.name}.yaml")
 
 
 def _measured(device: torch.device) -> Peak:

@@ -26,6 +26,8 @@ _HYDRA_KEYS = ("_target_", "defaults")
 _SETTING = re.compile(r"[a-z_]+[=:]")
 
 _UNKNOWN = re.compile(r"Could not override '(?P<name>[^']+)'")
+_ABOUT = 0.05
+_NO_OPTION = re.compile(r"(?:In '[^']*': )?Could not find '(?P<group>\w+)/(?P<value>[^']+)'")
 
 
 def config_dir() -> str:
@@ -157,7 +159,7 @@ def _unreadable(override: str) -> str:
 
 
 def _rewrite_hydra_message(message: str, folder: Path) -> str:
-    """Rewrites Hydra's messages about an unknown setting; returns other messages unchanged.
+    """Rewrites Hydra's messages about an unknown setting or option; returns others unchanged.
 
     Args:
         message: Hydra's message. For an unknown setting, it advises to append the setting, which is rarely right.
@@ -165,6 +167,8 @@ def _rewrite_hydra_message(message: str, folder: Path) -> str:
     """
     if found := _UNKNOWN.match(message):
         return _no_such_setting(found["name"], folder)
+    if (found := _NO_OPTION.match(message)) and (folder / found["group"]).is_dir():
+        return _no_such_option(found["group"], found["value"], folder)
     return message
 
 
@@ -183,14 +187,22 @@ def _check_overrides(overrides: Sequence[str], folder: Path) -> None:
     for override in overrides:
         name, _, value = override.partition("=")
         if name in groups and value.isdigit():
-            options = ", ".join(sorted(path.stem for path in (folder / name).glob("*.yaml")))
-            raise ValueError(f"{override}: no such {name}; give one of {options}")
+            raise ValueError(_no_such_option(name, value, folder))
         name = name.lstrip("+")
         first = re.split(r"[./@]", name)[0]
         if not override.startswith("+") or first in groups | {"hydra"}:
             continue  # without reading the files, which takes a large part of a second
         if first not in set(_known_names(folder)):
             raise ValueError(_no_such_setting(name, folder))
+
+
+def _no_such_option(group: str, value: str, folder: Path) -> str:
+    """Returns one line about an unknown option of a group: those that contain its name or are similar, and all."""
+    options = sorted(path.stem for path in (folder / group).glob("*.yaml"))
+    name = value.lower()
+    near = [each for each in options if name in each] or difflib.get_close_matches(name, options, n=2)
+    meant = f"did you mean {' or '.join(near)}? All are" if near else "give one of"
+    return f"{group}={value}: no such {group}; {meant} {', '.join(options)}"
 
 
 def _no_such_setting(name: str, folder: Path) -> str:
@@ -204,10 +216,17 @@ def _no_such_setting(name: str, folder: Path) -> str:
     if group == "trainer" and setting in _arguments_of_trainer():
         return f"{name}: no setting of its own, but an argument of Trainer: write +{name}=..."
     known = sorted(set(_known_names(folder)) - {name})  # another command may have it
-    near = [each for each in known if each.endswith(f".{name}")] or difflib.get_close_matches(name, known, n=1)
+    near = [each for each in known if each.endswith(f".{name}")] or _nearest(name, known)
     return f"{name}: no such setting; " + (
         f"did you mean {' or '.join(near)}? --help lists all settings" if near else "--help lists all settings"
     )
+
+
+def _nearest(name: str, known: Sequence[str]) -> list[str]:
+    """Returns the known names that are about as similar to a name as the most similar one, if any are."""
+    near = difflib.get_close_matches(name, known, n=3)
+    likeness = [difflib.SequenceMatcher(None, each, name).ratio() for each in near]
+    return [each for each, like in zip(near, likeness, strict=True) if like > likeness[0] - _ABOUT]
 
 
 def _arguments_of_trainer() -> Collection[str]:

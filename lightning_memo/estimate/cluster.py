@@ -16,6 +16,8 @@ from lightning_memo.shapes.model_shape import ModelShape, adapters_of
 from lightning_memo.utils.units import parse_bytes
 
 MAX_DEVICES: Final = 64
+AUTO: Final = "auto"
+"""Name of the cluster that is this machine."""
 DISK: Final = ("disk_write_bandwidth", "disk_read_bandwidth")
 BANDWIDTHS: Final = (
     "memory_bandwidth", "host_bandwidth", "host_bandwidth_shared", "node_bandwidth", "network_bandwidth", *DISK,
@@ -40,10 +42,11 @@ class Cluster:
 
     name: str
     device: str
-    """Product name of the device."""
+    """Name of the device, as CUDA reports it."""
 
     peak_flops: float
-    """Peak of dense bf16 matrix products in FLOP/s, to which MFU is relative."""
+    """Peak of dense matrix products in FLOP/s, to which MFU is relative: in bf16 with fp32 accumulation, or in fp32 if
+    `bf16` is False."""
 
     device_bytes: int
     """Device memory that a process can use."""
@@ -72,6 +75,12 @@ class Cluster:
 
     disk_read_bandwidth: float | None = None
     """Read bandwidth of a node's disk while it also writes, or None if unknown."""
+
+    bf16: bool = True
+    """Whether the device has units for matrix products in bf16."""
+
+    note: str = ""
+    """Sentence for users of the cluster, which estimates repeat."""
 
     def __post_init__(self) -> None:
         check_range(self, {"devices_per_node": 1, "device_bytes": 1, "peak_flops": 1})
@@ -169,13 +178,16 @@ def constants_of(cluster: str) -> Constants:
 
 
 _SIZES: Final = ("device_bytes", "host_bytes")
-_TEXTS: Final = ("name", "device")
+_TEXTS: Final = ("name", "device", "note")
 _COUNT: Final = "devices_per_node"
+_BF16: Final = "bf16"
+_OPTIONAL: Final = (*DISK, _BF16, "note")
 
 
 def preset_names(group: str) -> list[str]:
     """Return the names of the presets in a group of `conf`."""
-    return sorted(file.stem for file in (Path(config_dir()) / group).glob("*.yaml") if file.stem != "default")
+    files = (Path(config_dir()) / group).glob("*.yaml")
+    return sorted(file.stem for file in files if file.stem not in ("default", AUTO))
 
 
 def load_preset(group: str, name: str) -> dict[str, Any]:
@@ -193,12 +205,12 @@ def load_preset(group: str, name: str) -> dict[str, Any]:
 
 
 def load_cluster(name: str) -> Cluster:
-    """Return the cluster of a preset in `conf/cluster`.
+    """Return the cluster of a preset in `conf/cluster`, or this machine for "auto".
 
     Raises:
-        ValueError: The preset does not exist. The message lists all presets.
+        ValueError: The preset does not exist, or this machine's GPUs have none. The message lists the presets.
     """
-    return cluster_of(load_preset("cluster", name))
+    return cluster_of({"name": AUTO} if name == AUTO else load_preset("cluster", name))
 
 
 def load_model(name: str) -> ModelShape:
@@ -213,19 +225,29 @@ def load_model(name: str) -> ModelShape:
 def cluster_of(settings: Mapping[str, Any]) -> Cluster:
     """Build a cluster from settings, with sizes such as "80GiB" and bandwidths per second such as "25GB".
 
+    With the name "auto", settings that are missing are those of this machine.
+
     Raises:
-        ValueError: A setting is missing, unknown or not allowed.
+        ValueError: A setting is missing, unknown or not allowed, or this machine's GPUs have no preset.
     """
     names = [field.name for field in fields(Cluster)]
-    for name in names:
-        if settings.get(name) is None and name not in DISK:
-            raise ValueError(f"cluster.{name} is missing: give a value, or choose a preset with cluster=")
     for name in settings:
         if name not in names:
             raise ValueError(f"cluster.{str(name)[:40]} is not a setting: give {', '.join(names)}")
+    local = settings.get("name") == AUTO
+    given = {
+        name: settings[name] for name in names if settings.get(name) is not None and not (local and name == "name")
+    }
+    for name in names:
+        if name not in given and name not in _OPTIONAL and not local:
+            raise ValueError(f"cluster.{name} is missing: give a value, or choose a preset with cluster=")
+    if local:
+        from lightning_memo.estimate.local_cluster import local_cluster  # which needs the presets
+
+        here = local_cluster()
     try:
-        given = {name: settings[name] for name in names if settings.get(name) is not None}
-        return Cluster(**{name: _cluster_value(name, value) for name, value in given.items()})
+        values = {name: _cluster_value(name, value) for name, value in given.items()}
+        return replace(here, **values) if local else Cluster(**values)
     except ValueError as error:
         raise ValueError(f"cluster: {error}") from None
 
@@ -272,6 +294,10 @@ def _cluster_value(name: str, value: Any) -> Any:
         return parse_bytes(value)
     if name in BANDWIDTHS and isinstance(value, str):
         return float(parse_bytes(value))
+    if name == _BF16:
+        if not isinstance(value, bool):
+            raise ValueError(f"bf16={value!r}: give true or false")
+        return value
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"{name}={value!r} is not a number")
     if name == _COUNT and value != int(value):

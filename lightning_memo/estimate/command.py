@@ -23,7 +23,15 @@ from lightning_memo.cli.hydra_command import (
     plain_settings,
     run_command,
 )
-from lightning_memo.estimate.cluster import MAX_DEVICES, Constants, cluster_of, constants_of, model_of, read_constants
+from lightning_memo.estimate.cluster import (
+    AUTO,
+    MAX_DEVICES,
+    Constants,
+    cluster_of,
+    constants_of,
+    model_of,
+    read_constants,
+)
 from lightning_memo.estimate.parallelism_search import (
     Ranking,
     Report,
@@ -79,7 +87,7 @@ def read_settings(settings: Mapping[str, Any], model: str) -> CommandSettings:
             the allowed values and what to do.
     """
     cluster = cluster_of(settings["cluster"])
-    gpus = read_count("gpus", settings["gpus"])
+    gpus = cluster.devices_per_node if settings["gpus"] == AUTO else read_count("gpus", settings["gpus"])
     if gpus not in cluster.device_counts:
         raise ValueError(
             f"gpus={gpus}: give 1 to {MAX_DEVICES}, or whole nodes of {cluster.devices_per_node} if more than one "

@@ -221,7 +221,7 @@ def recomputed_products(request: EstimateRequest, tokens: int) -> tuple[Product,
     the second product is a part of the one that it adds to, and the first one is not stored.
     """
     shape, sizes = request.shape, request.element_bytes
-    rate = request.cluster.peak_flops * sizes.rate * request.constants.dense_efficiency
+    rate = request.product_flops * request.constants.dense_efficiency
     moved = {group.name: group.forward for group in layer_traffic(shape, sizes=sizes)}
     products: list[Product] = []
 

@@ -195,6 +195,16 @@ class EstimateRequest:
         """Sizes of elements."""
         return bytes_of(self.precision, self.gpus)
 
+    @property
+    def uses_tf32(self) -> bool:
+        """Whether matrix products in fp32 are assumed to use TF32, at half the peak of bf16."""
+        return self.precision == "32-true" and self.cluster.bf16
+
+    @property
+    def product_flops(self) -> float:
+        """Peak of matrix products in FLOP/s."""
+        return self.cluster.peak_flops / (2 if self.uses_tf32 else 1)
+
     def with_kernels(self, parallel: Parallelism) -> EstimateRequest:
         """The same request, whose shape knows by which kernels its layers run."""
         fused = self.fused_kernels and self.swaps and parallel.tp == 1
@@ -331,7 +341,9 @@ def check_request(request: EstimateRequest) -> None:
         ValueError: The message is one line with the setting and what to give instead.
     """
     why_not = ""
-    if request.disk_bytes:
+    if request.precision != "32-true" and not request.cluster.bf16:
+        why_not = f"precision={request.precision}: {request.cluster.device} has no bf16: give precision=32-true"
+    if request.disk_bytes and not why_not:
         why_not = _why_not_spilled(request)
     if request.slices is not None and not why_not:
         why_not = _why_not_sliced(request)

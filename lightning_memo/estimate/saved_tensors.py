@@ -44,11 +44,6 @@ class ElementBytes:
         """Whether each product casts a copy of its weight to the type of the computation."""
         return self.weight != self.product
 
-    @property
-    def rate(self) -> float:
-        """Speed of products relative to the bf16 peak. Products in fp32 may use TF32 and run at half of it."""
-        return 2 / self.product
-
 
 def bytes_of(precision: Precision, devices: int) -> ElementBytes:
     """Return the sizes of training with this package and AdamW.

@@ -227,7 +227,7 @@ def step_seconds_of(request: EstimateRequest, parallel: Parallelism, outcome: La
 
 def _precision_notes(request: EstimateRequest) -> list[str]:
     """A sentence about a precision whose speed is an assumption."""
-    if request.element_bytes.rate == 1:
+    if not request.uses_tf32:
         return []
     return ["Matrix products in fp32 are assumed to use TF32, at half the peak of bf16."]
 

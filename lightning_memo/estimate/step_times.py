@@ -126,7 +126,7 @@ def layer_times(request: EstimateRequest, parallel: Parallelism) -> LayerTimes:
     shape, cluster, constants = request.shape, request.cluster, request.constants
     tokens, divided = request.seq_len, parallel.tp * parallel.cp
     sizes = request.element_bytes
-    peak = cluster.peak_flops * sizes.rate
+    peak = request.product_flops
     dense_rate = peak * constants.dense_efficiency * divided
     attention_at_peak = shape.attention_flops(tokens) / divided / peak
     attention_forward = attention_at_peak / constants.attention_forward_efficiency
@@ -281,7 +281,7 @@ def head_seconds(request: EstimateRequest, parallel: Parallelism) -> float:
     shape = request.shape
     products = 3 if shape.adapters is None else 2  # the weight needs no gradient
     flops = 2 * products * request.seq_len * shape.vocab * shape.hidden / (parallel.tp * parallel.cp)
-    return flops / (request.cluster.peak_flops * request.element_bytes.rate * request.constants.dense_efficiency)
+    return flops / (request.product_flops * request.constants.dense_efficiency)
 
 
 def loss_seconds(request: EstimateRequest, parallel: Parallelism) -> float:

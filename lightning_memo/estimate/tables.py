@@ -29,7 +29,7 @@ def print_answer(request: EstimateRequest, ranking: Ranking, alternatives: int) 
     console.print(bytes_table(request, ranking.best))
     if ranking.alternatives and alternatives:
         console.print(alternatives_table(ranking, alternatives))
-    for limit in ranking.best.limits[1:]:
+    for limit in filter(None, (*ranking.best.limits[1:], request.cluster.note)):
         console.print(f"- {limit}", highlight=False, markup=False)
     console.print(f"Speed constants: {request.constants.source}", highlight=False, markup=False)
 

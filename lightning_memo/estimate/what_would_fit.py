@@ -160,7 +160,7 @@ def _alpha(request: EstimateRequest) -> Iterator[Variant]:
 
 
 def _precision(request: EstimateRequest) -> Iterator[Variant]:
-    if request.precision != "bf16-true":
+    if request.precision != "bf16-true" and request.cluster.bf16:
         yield "precision=bf16-true", replace(request, precision="bf16-true")
 
 

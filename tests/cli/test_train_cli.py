@@ -142,7 +142,7 @@ def test_resuming_the_newest_run(train, tmp_path):
             "trainer.precision=16-mixed: give one of 32-true, 64-true, bf16-true, bf16-mixed",
         ),
         (["trainer.precision=8"], "trainer.precision=8: give one of"),
-        (["model=nothing"], "Could not find 'model/nothing' Available options"),
+        (["model=nothing"], "model=nothing: no such model; give one of default"),
         (["nothing=1"], "nothing: no such setting; --help lists all"),
         (["data.seqlen=16"], "data.seqlen: no such setting; did you mean data.seq_len?"),
         (["seq_len=16"], "seq_len: no such setting; did you mean data.seq_len?"),
@@ -185,7 +185,7 @@ def test_resuming_the_newest_run(train, tmp_path):
             ["paths.root=/dev/null/runs"],
             " (Not a directory): give a folder that can be written to as paths.root=FOLDER",
         ),
-        (["-m", "model=nothing,llama_tiny"], "Could not find 'model/nothing'"),
+        (["-m", "model=nothing,llama_tiny"], "model=nothing: no such model; give one of default"),
     ],
 )
 def test_mistakes_end_with_one_line(train, overrides, message):

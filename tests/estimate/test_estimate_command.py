@@ -91,7 +91,7 @@ def test_json_has_the_keys_of_an_estimate(run):
     assert kinds["total"] == sum(size for kind, size in kinds.items() if kind != "total")
     assert {"parameters", "gradients", "optimizer"} <= set(kinds)
     assert 0 < answer["mfu"] <= answer["hfu"] < 100
-    tokens = 16 * 262144 / answer["step_seconds"] / 8
+    tokens = 262144 / answer["step_seconds"] / 8
     assert answer["tokens_per_gpu_per_second"] == pytest.approx(tokens)
     assert all(isinstance(limit, str) for limit in answer["limits"])
 
@@ -287,8 +287,8 @@ def test_a_mistake_in_a_sweep_is_a_line_of_its_report(run):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["model=nope"], ["model/nope", "llama3_8b"]),
-        (["cluster=nope"], ["cluster/nope", "h100"]),
+        (["model=nope"], ["model=nope: no such model; give one of", "llama3_8b"]),
+        (["cluster=nope"], ["cluster=nope: no such cluster; give one of", "h100"]),
         (["method=magic"], ["method='magic'", "give memo, full_recompute, selective_checkpointing, full_swap, plain"]),
         (["method=megatron"], ["method=megatron: programs of papers", "give method=full_recompute, "]),
         (["method=deepspeed_ulysses"], ["give method=full_recompute parallel.zero_stage=3, "]),
@@ -364,7 +364,13 @@ def test_a_mistake_in_a_sweep_is_a_line_of_its_report(run):
         (["model.config.num_hidden_layers=3000000"], ["num_hidden_layers", "'3000000'"]),
         (["model.config.hidden_size=549755813888"], ["hidden_size", "'549755813888'"]),
         (["alternatives=-1"], ["alternatives=-1"]),
-        (["cluster=4090"], ["cluster=4090: no such cluster; give one of a100_40", "h200"]),
+        (["cluster=4090"], ["cluster=4090: no such cluster; did you mean rtx_4090? All are a100_40", "h200"]),
+        (["cluster=a100"], ["cluster=a100: no such cluster; did you mean a100_40 or a100_80?"]),
+        (["cluster=H100_PCIE"], ["did you mean h100?"]),
+        (["cluster.device_memory=40GiB"], ["cluster.device_memory: no such setting", "cluster.device_bytes"]),
+        (["cluster.host_memory=40GiB"], ["cluster.host_memory: no such setting", "cluster.host_bytes"]),
+        (["cluster=t4", "cluster.bf16=perhaps"], ["cluster: bf16='perhaps'", "true or false"]),
+        (["cluster=t4"], ["precision=bf16-mixed: Tesla T4 has no bf16: give precision=32-true"]),
     ],
     ids=" ".join,
 )
@@ -485,20 +491,25 @@ def test_the_papers_models_are_there():
         assert not shape.gated
 
 
-@pytest.mark.parametrize("name", presets("cluster"))
+@pytest.mark.parametrize("name", sorted({*presets("cluster")} - {"auto"}))
 def test_every_number_of_a_cluster_has_its_source(name):
     cluster = load_cluster(name)
     assert cluster.name == name
     assert cluster.host_bandwidth_shared <= cluster.host_bandwidth
     before = ""
     for line in (ROOT / "conf" / "cluster" / f"{name}.yaml").read_text().splitlines():
-        number = line and not line.startswith(("#", "name:", "device:", "devices_per_node:"))
+        number = line and not line.startswith(("#", "name:", "device:", "devices_per_node:", "note:"))
         assert not number or before.startswith("# "), line
         before = line
 
 
 def test_the_clusters_that_are_promised_are_there():
-    assert {"a800", "a100_40", "a100_80", "h100", "h200", "b200", "gh200"} <= set(presets("cluster"))
+    assert {
+        "a800", "a100_40", "a100_80", "h100", "h200", "b200", "gh200", "b300", "gb200", "mi300x", "l40s", "l4", "a10g",
+        "t4", "rtx_4090", "rtx_5090", "rtx_6000_ada", "rtx_pro_6000", "rtx_a6000", "auto",
+    } == set(presets("cluster"))  # fmt: skip
+    devices = [load_cluster(name).device for name in presets("cluster") if name != "auto"]
+    assert len(devices) == len(set(devices)), "a device has one preset"
     assert load_cluster("a100_40").device_bytes == 42405855232
     assert load_cluster("gh200").devices_per_node == 1
 
@@ -519,6 +530,28 @@ def test_a_cluster_of_ones_own():
     }  # fmt: skip
     cluster = cluster_of(settings)
     assert (cluster.device_bytes, cluster.host_bandwidth, cluster.host_bandwidth_shared) == (24 * 2**30, 25e9, 1.2e10)
+
+
+def test_products_in_fp32_take_the_units_that_a_device_has():
+    """Half of the peak in bf16 with TF32, and the whole peak of a device without bf16."""
+    common = {"shape": load_model("llama3_2_1b"), "constants": constants_of("t4"), "precision": "32-true"}
+    common |= {"method": "memo", "gpus": 1, "seq_len": 4096, "batch_size": 1}
+    t4, l4 = (EstimateRequest(cluster=load_cluster(name), **common) for name in ("t4", "l4"))
+    assert (t4.product_flops, l4.product_flops) == (8.1e12, 60.5e12)
+
+
+def test_a_note_of_a_cluster_is_told(run):
+    _, out, _ = run("cluster=mi300x", "gpus=1", "seq_len=8K", "model=llama3_2_1b")
+    assert "has not run on GPUs of AMD" in out
+
+
+def test_this_machine_is_a_cluster_if_it_has_gpus(run):
+    """This machine has none; tests/gpu/test_cuda_local_cluster.py has some."""
+    status, out, err = run("cluster=auto")
+    assert (status, out) == (2, "") and err.count("\n") == 1
+    assert err.startswith(
+        "error: cluster=auto: torch finds no GPU on this machine: give the cluster to estimate: a100_40"
+    )
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("1M", 2**20), ("128k", 2**17), (131072, 131072), ("4096", 4096)])
