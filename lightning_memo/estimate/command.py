@@ -42,12 +42,12 @@ from lightning_memo.estimate.parallelism_search import (
     search,
 )
 from lightning_memo.estimate.planner_inputs import device_budget
-from lightning_memo.estimate.request import EstimateRequest, Schedule, ZeroCommunication, check_request
+from lightning_memo.estimate.request import EstimateRequest, Parallelism, Schedule, ZeroCommunication, check_request
 from lightning_memo.estimate.saved_tensors import Precision
 from lightning_memo.estimate.slice_settings import Slices
 from lightning_memo.estimate.sweep import JobEstimate
 from lightning_memo.estimate.tables import print_answer
-from lightning_memo.estimate.what_would_fit import changes_that_fit
+from lightning_memo.estimate.what_would_fit import changes_that_fit, longest_in_slices, own_slices
 from lightning_memo.utils.units import parse_bytes, read_length
 
 StreamSetting = Literal["auto", "attention", "hidden", "model"]
@@ -70,6 +70,9 @@ class CommandSettings:
     """The settings in `parallel` that are given."""
 
     longest: bool
+    own_slices: bool
+    """Whether layers run in slices if whole layers do not fit, as training does by itself."""
+
     multiple_of: int
     output: Output
     alternatives: int
@@ -117,6 +120,7 @@ def read_settings(settings: Mapping[str, Any], model: str) -> CommandSettings:
         request=request,
         forced=_forced(settings["parallel"]),
         longest=longest,
+        own_slices=settings["slice_tokens"] == "auto",
         multiple_of=multiple_of,
         output=_choice("output", settings["output"], get_args(Output)),
         alternatives=read_count("alternatives", settings["alternatives"], least=0),
@@ -194,7 +198,7 @@ def _slices(settings: Mapping[str, Any]) -> Slices | None:
             "slices save no memory; leave slice_tokens and stream_from_host out, or give stream_from_host=attention"
         )
     stream = _choice("stream_from_host", settings["stream_from_host"], get_args(StreamSetting))
-    if settings["slice_tokens"] == "auto":
+    if settings["slice_tokens"] in ("auto", None):
         if stream != "auto":
             raise ValueError(
                 f"stream_from_host={stream}: needs slices; give slice_tokens as well, for example slice_tokens=64K"
@@ -205,7 +209,7 @@ def _slices(settings: Mapping[str, Any]) -> Slices | None:
             f"slice_tokens={settings['slice_tokens']}: method={settings['method']} does not run in slices; leave "
             "slice_tokens out, or give method=memo"
         )
-    tokens = read_length("slice_tokens", settings["slice_tokens"], ", or auto")
+    tokens = read_length("slice_tokens", settings["slice_tokens"], ", auto or null")
     return Slices(tokens=tokens, stream_from_host="attention" if stream == "auto" else stream)
 
 
@@ -227,7 +231,7 @@ def _forced(settings: Any) -> dict[str, Any]:
 
 
 def answer(command: CommandSettings, progress: bool = True, changes: bool = True) -> tuple[EstimateRequest, Ranking]:
-    """Finds the best parallelism, and the longest sequence if the settings ask for it.
+    """Finds the best parallelism, and slices and the longest sequence if the settings ask for them.
 
     Args:
         command: Settings of the command.
@@ -235,27 +239,42 @@ def answer(command: CommandSettings, progress: bool = True, changes: bool = True
         changes: Whether to search for changes that fit if the training does not, which takes seconds.
 
     Returns:
-        The training with its sequence length, and the ranking. The limits of the best estimate also state the longest
-        sequence that fits with its parallelism.
+        The training with its sequence length and slices, and the ranking. The limits of the best estimate also state
+        the longest sequence that fits with its parallelism.
 
     Raises:
         ValueError: No parallelism is possible.
     """
-    request = command.request
+    request, forced = command.request, command.forced
     if command.longest:
         with _progress("longest sequence", progress) as report:
-            tokens = longest(request, command.forced, command.multiple_of, report)
+            tokens = longest(request, forced, command.multiple_of, report)
+        if command.own_slices:
+            tokens = longest_in_slices(request, forced, command.multiple_of, above=tokens or 0) or tokens
         # If nothing fits, the answer is the reason for the shortest length that all sizes divide.
         request = replace(request, seq_len=tokens or command.multiple_of * request.gpus)
     with _progress("parallelism", progress) as report:
-        ranking = search(request, command.forced, report)
-    fitting = longest_with(request, ranking.best.parallel, command.multiple_of)
-    longest_fit = "No sequence length fits" if fitting is None else f"Sequences of up to {fitting:,} tokens fit"
-    missing = changes and ranking.best.status != "ok"
-    helpful = changes_that_fit(request, command.forced) if missing else []
-    limits = [*ranking.best.limits, f"{longest_fit} with this parallelism.", *helpful]
-    best = replace(ranking.best, limits=limits)
-    return request, replace(ranking, best=best)
+        ranking = search(request, forced, report)
+    sliced = own_slices(request, forced) if command.own_slices and ranking.best.status != "ok" else None
+    limits = [*(sliced or ranking).best.limits, _longest_sentence(command, request, (sliced or ranking).best.parallel)]
+    if sliced is not None:
+        limits.append(
+            "Whole layers do not fit: training cuts layers by itself, or from its first step on with "
+            f"{sliced.best.slices}."
+        )
+        request, ranking = replace(request, slices=sliced.best.slices), sliced
+    elif changes and ranking.best.status != "ok":
+        limits += changes_that_fit(request, forced)
+    return request, replace(ranking, best=replace(ranking.best, limits=limits))
+
+
+def _longest_sentence(command: CommandSettings, request: EstimateRequest, parallel: Parallelism) -> str:
+    whole = longest_with(request, parallel, command.multiple_of)
+    sentence = "No sequence length fits" if whole is None else f"Sequences of up to {whole:,} tokens fit"
+    sizes = {name: getattr(parallel, name) for name in SIZES}
+    sliced = longest_in_slices(request, sizes, command.multiple_of, above=whole or 0) if command.own_slices else None
+    in_slices = "" if sliced is None else f", and of up to {sliced:,} in slices"
+    return f"{sentence} with this parallelism{in_slices}."
 
 
 @contextmanager

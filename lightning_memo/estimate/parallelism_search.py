@@ -95,7 +95,11 @@ def search(request: EstimateRequest, forced: Sizes | None = None, report: Report
 
 
 def longest(
-    request: EstimateRequest, forced: Sizes | None = None, multiple_of: int = 1024, report: Report | None = None
+    request: EstimateRequest,
+    forced: Sizes | None = None,
+    multiple_of: int = 1024,
+    report: Report | None = None,
+    above: int = 0,
 ) -> int | None:
     """Return the number of tokens of the longest sequence that fits with any parallelism, or None if none fits.
 
@@ -107,6 +111,7 @@ def longest(
         forced: Sizes that are given, by their names in `Parallelism`.
         multiple_of: Number of tokens that lengths are multiples of.
         report: Function for the progress, see `Report`.
+        above: Only longer sequences are tried.
 
     Raises:
         ValueError: No parallelism divides the model and the batch.
@@ -118,7 +123,7 @@ def longest(
     for done, parallel in enumerate(choices):
         if report is not None:
             report(done, len(choices))
-        tokens = longest_with(request, parallel, multiple_of, above=tokens or 0) or tokens
+        tokens = longest_with(request, parallel, multiple_of, above=tokens or above) or tokens
     return tokens
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -13,7 +13,7 @@ from lightning_memo.estimate.parallelism_search import Ranking
 from lightning_memo.estimate.planner_inputs import device_budget
 from lightning_memo.estimate.request import Estimate, EstimateRequest, Parallelism, Storage
 from lightning_memo.shapes.model_shape import ModelShape
-from lightning_memo.utils.units import format_bytes, format_seconds
+from lightning_memo.utils.units import about_seconds, format_bytes, two_digits
 
 
 def print_answer(request: EstimateRequest, ranking: Ranking, alternatives: int) -> None:
@@ -51,10 +51,10 @@ def answer_table(request: EstimateRequest, answer: Estimate) -> Table:
         "parallelism": format_parallelism(answer.parallel),
         "alpha": "-" if answer.alpha is None else f"{answer.alpha:.4g}",
         "activations": answer.limits[0],
-        "step": _seconds(answer) + (f" ({answer.speeds})" if answer.step_seconds is not None and answer.speeds else ""),
-        "MFU": _percent(answer.mfu, "causal attention, recomputation not counted"),
-        "HFU": _percent(answer.hfu, "recomputation counted"),
-        "tokens/GPU/s": "-" if answer.tokens_per_gpu_per_second is None else f"{answer.tokens_per_gpu_per_second:,.1f}",
+        "step": _rough(answer.step_seconds, about_seconds, answer.speeds),
+        "MFU": _rough(answer.mfu, _percent, "causal attention, recomputation not counted"),
+        "HFU": _rough(answer.hfu, _percent, "recomputation counted"),
+        "tokens/GPU/s": _rough(answer.tokens_per_gpu_per_second, two_digits),
         "host": f"{format_bytes(answer.host_bytes)} of the {format_bytes(_usable(request))} usable on each node",
     }
     if request.disk_bytes:
@@ -124,7 +124,9 @@ def _add_row(table: Table, answer: Estimate, remark: str) -> None:
         parallel.tp, parallel.cp, parallel.dp, parallel.pp, parallel.expert_parallel_size, parallel.zero_stage
     )  # fmt: skip
     alpha = format_alpha(answer.alpha, answer.device_bytes, answer.storage)
-    table.add_row(*map(str, sizes), alpha, _seconds(answer), _percent(answer.mfu), Text(remark))
+    table.add_row(
+        *map(str, sizes), alpha, _rough(answer.step_seconds, about_seconds), _rough(answer.mfu, _percent), Text(remark)
+    )
 
 
 def _active(shape: ModelShape) -> str:
@@ -142,12 +144,12 @@ def _plural(count: int) -> str:
     return "" if count == 1 else "s"
 
 
-def _seconds(answer: Estimate) -> str:
-    return "-" if answer.step_seconds is None else format_seconds(answer.step_seconds)
+def _rough(value: float | None, written: Callable[[float], str], what: str = "") -> str:
+    return "-" if value is None else written(value) + (f" ({what})" if what else "")
 
 
-def _percent(value: float | None, what: str = "") -> str:
-    return "-" if value is None else f"{value:.2f} %" + (f" ({what})" if what else "")
+def _percent(value: float) -> str:
+    return f"{two_digits(value)} %"
 
 
 def format_alpha(alpha: float | None, device_bytes: Mapping[str, int], storage: Storage | None) -> str:

@@ -9,12 +9,12 @@ from typing import Final
 
 from lightning_memo.estimate.device_bytes import device_state_bytes
 from lightning_memo.estimate.layer_buffers import has_known_buffers
-from lightning_memo.estimate.parallelism_search import Sizes, candidate_parallelisms, search
+from lightning_memo.estimate.parallelism_search import Ranking, Sizes, candidate_parallelisms, longest, search
 from lightning_memo.estimate.planner_inputs import device_budget
 from lightning_memo.estimate.request import Estimate, EstimateRequest
 from lightning_memo.estimate.slice_settings import Slices
 from lightning_memo.shapes.model_shape import adapters_of
-from lightning_memo.utils.units import format_bytes, format_seconds
+from lightning_memo.utils.units import about_seconds, format_bytes, two_digits
 
 _MOST_LINES: Final = 3
 _LORA: Final = {"r": 16, "target_modules": "all-linear"}
@@ -36,12 +36,10 @@ _MIN_SLICE_TOKENS: Final = 4096
 """Shortest slice that is suggested. Shorter slices underuse a GPU, which the cost model does not include."""
 _SAME_TIME: Final = 1.01
 """Ratio of times up to which settings count as equally fast; of these, the simplest is suggested."""
-_SLICE_MODES: Final = (
-    Slices(tokens=1, stream_from_host="attention"),
-    Slices(tokens=1, stream_from_host="hidden"),
-    Slices(tokens=1, stream_from_host="model"),
-)
-"""Ways to run slices, the simplest first. Each keeps more on the host than the one before."""
+_OWN_MODES: Final = (Slices(tokens=1, stream_from_host="attention"), Slices(tokens=1, stream_from_host="hidden"))
+"""Ways to run slices that training chooses by itself, the simplest first."""
+_SLICE_MODES: Final = (*_OWN_MODES, Slices(tokens=1, stream_from_host="model"))
+"""All ways. Each keeps more on the host than the one before."""
 
 
 def changes_that_fit(request: EstimateRequest, forced: Sizes) -> list[str]:
@@ -81,8 +79,8 @@ def _tried(request: EstimateRequest, forced: Sizes, names: frozenset[str]) -> st
     for words, changed in _variants(request, changes):
         if not _state_fits(changed, forced):
             continue
-        answer = suggest_slices(changed, forced) if "slices" in names else _fitting(changed, forced)
-        if answer is not None:
+        ranking = suggest_slices(changed, forced) if "slices" in names else search(changed, forced)
+        if ranking is not None and (answer := ranking.best).status == "ok":
             settings = [*words]
             if "sizes" in names:
                 settings[:0] = [
@@ -120,17 +118,12 @@ def _state_fits(request: EstimateRequest, forced: Sizes) -> bool:
     )
 
 
-def _fitting(request: EstimateRequest, forced: Sizes) -> Estimate | None:
-    answer = search(request, forced).best
-    return answer if answer.status == "ok" else None
-
-
 def _sentence(settings: str, answer: Estimate) -> str:
-    assert answer.step_seconds is not None
+    assert answer.step_seconds is not None and answer.mfu is not None
     return (
-        f"The sequence fits with {settings}: {format_seconds(answer.step_seconds)} per step, MFU {answer.mfu:.1f} %, "
-        f"{format_bytes(answer.device_bytes['total'])} of device memory and {format_bytes(answer.host_bytes)} of host "
-        "memory per node."
+        f"The sequence fits with {settings}: {about_seconds(answer.step_seconds)} per step, MFU "
+        f"{two_digits(answer.mfu)} %, {format_bytes(answer.device_bytes['total'])} of device memory and "
+        f"{format_bytes(answer.host_bytes)} of host memory per node."
     )
 
 
@@ -196,32 +189,72 @@ _VARIANTS: Final[dict[str, _Variants]] = {
 }  # fmt: skip
 
 
-def suggest_slices(request: EstimateRequest, forced: Sizes) -> Estimate | None:
-    """Returns the fastest estimate with slices that fits, or None if slices do not help or are not estimated.
+def own_slices(request: EstimateRequest, forced: Sizes) -> Ranking | None:
+    """Returns the ranking with slices that training chooses by itself, or None if none fit or are estimated.
+
+    Args:
+        request: Training without slices, which does not fit.
+        forced: Sizes of the parallelism that are given, see `search`.
+    """
+    return suggest_slices(request, forced, _OWN_MODES) if _may_slice(request) else None
+
+
+def longest_in_slices(request: EstimateRequest, forced: Sizes, multiple_of: int, above: int = 0) -> int | None:
+    """Returns the longest length that fits in the shortest slices that training chooses by itself, or None.
+
+    Args:
+        request: Training without slices. Its sequence length is ignored.
+        forced: Sizes of the parallelism that are given, see `search`.
+        multiple_of: Number of tokens that lengths are multiples of.
+        above: Only longer sequences are tried.
+    """
+    if not _may_slice(request):
+        return None
+    tokens = None
+    for mode in _OWN_MODES:  # the host of one may be full before the device of another
+        sliced = replace(request, slices=replace(mode, tokens=_MIN_SLICE_TOKENS))
+        try:
+            tokens = longest(sliced, forced, multiple_of, above=tokens or above) or tokens
+        except ValueError:  # slices are not estimated with any of the parallelisms
+            return None
+    return tokens
+
+
+def _may_slice(request: EstimateRequest) -> bool:
+    return request.method == "memo" and request.slices is None and not request.disk_bytes
+
+
+def suggest_slices(request: EstimateRequest, forced: Sizes, modes: Sequence[Slices] = _SLICE_MODES) -> Ranking | None:
+    """Returns the fastest ranking with slices that fits, or None if slices do not help or are not estimated.
 
     For each way to run slices, the largest slice that fits is tried, a power of two of at least 4096 tokens.
 
     Args:
         request: Training without slices.
         forced: Sizes of the parallelism that are given, see `search`.
+        modes: Ways to run slices, the simplest first.
     """
-    fitting = [answer for mode in _SLICE_MODES if (answer := _largest(request, forced, mode)) is not None]
-    seconds = [answer.step_seconds for answer in fitting if answer.step_seconds is not None]
-    return next((a for a in fitting if a.step_seconds and a.step_seconds <= _SAME_TIME * min(seconds)), None)
+    fitting = [
+        (ranking, seconds)
+        for mode in modes
+        if (ranking := _largest(request, forced, mode)) and (seconds := ranking.best.step_seconds)
+    ]
+    fastest = min((seconds for _, seconds in fitting), default=0.0)
+    return next((ranking for ranking, seconds in fitting if seconds <= _SAME_TIME * fastest), None)
 
 
-def _largest(request: EstimateRequest, forced: Sizes, mode: Slices) -> Estimate | None:
-    """The estimate with the largest slices that fit. Larger slices need more memory, so that few have to be tried."""
+def _largest(request: EstimateRequest, forced: Sizes, mode: Slices) -> Ranking | None:
+    """The ranking with the largest slices that fit. Larger slices need more memory, so that few have to be tried."""
     lengths = list(_lengths(request.seq_len))
     best, low, high = None, 0, len(lengths)
     middle = 0  # if the shortest slices do not fit, none do
     while low < high:
         try:
-            answer = search(replace(request, slices=replace(mode, tokens=lengths[middle])), forced).best
+            ranking = search(replace(request, slices=replace(mode, tokens=lengths[middle])), forced)
         except ValueError:  # slices are not estimated for this training
             return None
-        if answer.status == "ok":
-            best, low = answer, middle + 1
+        if ranking.best.status == "ok":
+            best, low = ranking, middle + 1
         elif middle == 0:
             return None
         else:

@@ -70,6 +70,20 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
 
 
+def two_digits(number: float) -> str:
+    """Write a number that is roughly known for people, with two digits ("4,100", "13", "0.12")."""
+    return f"{float(f'{number:.2g}'):,.12g}"
+
+
+def about_seconds(seconds: float) -> str:
+    """Write a duration that is roughly known for people ("4,100 s", "12 ms").
+
+    Args:
+        seconds: Duration in seconds.
+    """
+    return f"{two_digits(seconds)} s" if seconds >= 1 else f"{two_digits(seconds * 1000)} ms"
+
+
 def read_length(name: str, value: Any, or_else: str = "") -> int:
     """A number of tokens: 131072, "128K" or "1M", in powers of 1024.
 

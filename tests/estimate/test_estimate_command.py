@@ -128,8 +128,8 @@ def test_what_does_not_fit_is_an_answer(run):
 
 @pytest.mark.slow
 def test_slices_are_asked_for_and_offered(run):
-    asked = ["model=llama3_2_1b", "gpus=1", "batch_size=1", "seq_len=1M", "precision=bf16-true", "output=json"]
-    whole = answer_of(run(*asked))
+    asked = ["model=llama3_2_1b", "gpus=1", "seq_len=1M", "precision=bf16-true", "output=json"]
+    whole = answer_of(run(*asked, "slice_tokens=null"))
     assert (whole["status"], whole["slices"]) == ("oom", None)
     assert any(
         limit.startswith("The sequence fits with slice_tokens=262144 stream_from_host=attention: ")
@@ -138,6 +138,25 @@ def test_slices_are_asked_for_and_offered(run):
     sliced = answer_of(run(*asked, "slice_tokens=32K", "stream_from_host=hidden"))
     assert sliced["status"] == "ok"
     assert sliced["slices"] == {"tokens": 32 * 1024, "stream_from_host": "hidden"}
+
+
+def test_layers_are_cut_as_in_training_if_whole_ones_do_not_fit(run):
+    """The longest length fits in slices, and one more step does not."""
+    asked = ["model=llama3_2_1b", "cluster=rtx_4090", "gpus=1", "multiple_of=64K", "output=json"]
+    asked += ["model.config.num_hidden_layers=4", "cluster.host_bytes=16GiB"]
+    found = answer_of(run(*asked, "seq_len=max"))
+    tokens, slices = found["seq_len"], found["slices"]
+    assert found["status"] == "ok" and tokens % 65536 == 0
+    whole = answer_of(run(*asked, "seq_len=max", "slice_tokens=null"))
+    assert whole["slices"] is None and whole["seq_len"] < tokens
+    told = f"tokens fit with this parallelism, and of up to {tokens:,} in slices."
+    assert any(
+        limit.startswith(f"Sequences of up to {whole['seq_len']:,} ") and told in limit for limit in found["limits"]
+    )
+    given = [f"{name}={value}" for name, value in slices.items() if name != "tokens"]
+    given = answer_of(run(*asked, f"seq_len={tokens}", f"slice_tokens={slices['tokens']}", *given))
+    assert given["step_seconds"] == found["step_seconds"]
+    assert answer_of(run(*asked, f"seq_len={tokens + 65536}"))["status"] != "ok"
 
 
 def test_max_finds_the_longest(run):
