@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 EXTRAS := $(CURDIR)/$(VENV)/extras
 EXTRAS_INSTALLED := $(VENV)/.extras_installed
 EXTRAS_TESTS := tests/strategy/test_quantised.py tests/strategy/test_float8.py tests/kernels/test_liger.py \
-	tests/kernels/test_triton_kernels.py
+	tests/kernels/test_triton_kernels.py tests/estimate/test_estimate_quantized_training.py
 WORKERS := -n 2 --dist worksteal
 # `make test-slow test-cuda PART=2/36` runs the second one of 36 parts of the cases that repeat what `make test` covers, and
 # one of 4 parts of the few cases with late copies.

@@ -48,6 +48,7 @@ from lightning_memo.estimate.slice_settings import Slices
 from lightning_memo.estimate.sweep import JobEstimate
 from lightning_memo.estimate.tables import print_answer
 from lightning_memo.estimate.what_would_fit import changes_that_fit, longest_in_slices, own_slices
+from lightning_memo.shapes.model_shape import ModelShape, Quantization
 from lightning_memo.utils.units import parse_bytes, read_length
 
 StreamSetting = Literal["auto", "attention", "hidden", "model"]
@@ -100,7 +101,7 @@ def read_settings(settings: Mapping[str, Any], model: str) -> CommandSettings:
     multiple_of = read_length("multiple_of", settings["multiple_of"])
     constants = settings["constants"]
     request = EstimateRequest(
-        shape=model_of(settings["model"], model),
+        shape=_quantized(model_of(settings["model"], model), settings["quantization"]),
         cluster=cluster,
         constants=constants_of(cluster.name) if constants is None else _constants(str(constants), cluster.name),
         method=settings["method"],
@@ -125,6 +126,12 @@ def read_settings(settings: Mapping[str, Any], model: str) -> CommandSettings:
         output=_choice("output", settings["output"], get_args(Output)),
         alternatives=read_count("alternatives", settings["alternatives"], least=0),
     )
+
+
+def _quantized(shape: ModelShape, value: Any) -> ModelShape:
+    if value is None:
+        return shape
+    return replace(shape, quantization=_choice("quantization", value, get_args(Quantization)))
 
 
 def _constants(path: str, cluster: str) -> Constants:

@@ -7,7 +7,7 @@ their output on the device, see `lightning_memo.parallel.pipeline.pipeline_gradi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from math import comb
 from typing import Final
 
@@ -20,7 +20,7 @@ from lightning_memo.estimate.step_buffers import CHUNK_BYTES
 from lightning_memo.parallel.parallel_sizes import BLOCK, GRADIENT_BITS, WEIGHT_BITS, sent_bytes
 from lightning_memo.parallel.pipeline.stage_order import most_waiting
 from lightning_memo.planner.placement import Problem
-from lightning_memo.shapes.model_shape import ModelShape
+from lightning_memo.shapes.model_shape import QUANTIZED_BYTES, ModelShape
 
 LOGIT_BYTES: Final = BF16 + FP32 + BF16
 """Bytes per logit: the bf16 logit, its fp32 copy (which the gradient overwrites) and the bf16 gradient."""
@@ -147,10 +147,18 @@ def device_state_bytes(request: EstimateRequest, parallel: Parallelism) -> Model
     weights, staged = device_parameters(request.shape, parallel), parallel.pp > 1
     if request.shape.adapters is not None:  # of dense models only
         trained = device_trained_parameters(request.shape, parallel).total
-        return model_state_bytes(weights.total, parallel.dp * parallel.cp, stage, sizes, trained, staged)
+        state = model_state_bytes(weights.total, parallel.dp * parallel.cp, stage, sizes, trained, staged)
+        return replace(state, parameters=state.parameters - _saved_by_quantization(request.shape, sizes))
     groups = weights.by_ranks(parallel)
     states = [model_state_bytes(count, ranks, stage, sizes, staged=staged) for count, ranks, _ in groups]
     return ModelState(*(sum(kind) for kind in zip(*map(astuple, states), strict=True)))
+
+
+def _saved_by_quantization(shape: ModelShape, sizes: ElementBytes) -> float:
+    """Bytes by which quantised weights are smaller. They are on one device."""
+    if shape.quantization is None:
+        return 0.0
+    return shape.layers * shape.quantized_in_a_layer * (sizes.weight - QUANTIZED_BYTES[shape.quantization])
 
 
 def gathered_bytes(request: EstimateRequest, parallel: Parallelism) -> float:

@@ -36,6 +36,10 @@ class Buffers:
         """Frees buffers, before the next one is allocated."""
         self._death.update(dict.fromkeys(numbers, len(self._birth)))
 
+    def free_after_next(self, number: int) -> None:
+        """Frees a buffer after the next one is allocated."""
+        self._death[number] = len(self._birth) + 1
+
     @property
     def lower_bound_bytes(self) -> int:
         """Largest sum of live buffers, below which no placement has its peak. Training uses the same bound."""
@@ -134,6 +138,17 @@ class LayerBuffers:
         """Allocates autocast's copy of weights, which is empty without autocast."""
         return b.make(weights * self.sizes.product if self.autocast else 0)
 
+    def weight(self, b: Buffers, elements: int) -> int:
+        """Allocates what a product makes of its weight: autocast's copy, which stays, or the dequantised weight.
+
+        The latter lives as long as the next buffer is allocated, the output of the product.
+        """
+        if self.shape.quantization is None:
+            return self.copy(b, elements)
+        made = b.make(elements * self.sizes.product)
+        b.free_after_next(made)
+        return made
+
     def run(self, b: Buffers, saves: bool = True) -> None:
         """Records the forward up to its peak. The layer's input already exists.
 
@@ -160,7 +175,7 @@ class LayerBuffers:
         if not self.shape.fused_gates:
             activated = b.make(self._ffn)
             b.free(gate)
-        copies = [self.copy(b, self.tokens * self.shape.hidden), self.copy(b, self.layer_weights[4])]
+        copies = [self.copy(b, self.tokens * self.shape.hidden), self.weight(b, self.layer_weights[4])]
         up = self._run(b, "up", self._ffn)
         b.free(*copies)
         product = b.make(self._ffn)
@@ -171,7 +186,7 @@ class LayerBuffers:
     def _run(self, b: Buffers, product: str, size_bytes: int) -> int:
         """Records a product. Unless it is fused, the output of an adapter is scaled and added by itself."""
         result = b.make(size_bytes)
-        if not self.shape.adapts(product) or self.shape.fused:
+        if not self.shape.adapts(product) or self.shape.fused_adapters:
             return result
         adapted, scaled = b.make(size_bytes), b.make(size_bytes)
         b.free(adapted)
@@ -238,12 +253,15 @@ class LayerBuffers:
             b.free(*(saved.pop(name) for name in names if name in saved))
 
         if self.autocast:  # end of the recomputation: the norm's output, and casts of the output and of weights
-            ends = [b.make(self.stream), b.make(hidden), self.copy(b, sum(self.layer_weights) + down_weight)]
-            if self.shape.adapts("down") and not self.shape.fused:  # peft casts the input of the adapter to fp32
+            weights = down_weight + (sum(self.layer_weights) if self.shape.quantization is None else 0)
+            ends = [b.make(self.stream), b.make(hidden), self.weight(b, weights)]
+            if (
+                self.shape.adapts("down") and not self.shape.fused_adapters
+            ):  # peft casts the input of the adapter to fp32
                 ends += [b.make(self._ffn), b.make(self._ffn * FP32 // self.sizes.product)]
             b.free(*ends)
         d_output = b.make(hidden if self.autocast else self.gathered)
-        copies = [self.copy(b, down_weight)]
+        copies = [self.weight(b, down_weight)]
         self._gradients(b, "down", down_weight)
         d_product = b.make(self._ffn)
         drop("activated")
@@ -252,7 +270,7 @@ class LayerBuffers:
         d_up = b.make(self._ffn)
         drop("activated gate", "up", *(("gate",) if self.shape.fused_gates else ()))
         b.free(d_product)
-        copies.append(self.copy(b, up_weight))
+        copies.append(self.weight(b, up_weight))
         self._gradients(b, "up", up_weight)
         of_up = b.make(self.stream * self.tensor_parallel)
         b.free(d_up)
@@ -260,7 +278,7 @@ class LayerBuffers:
             d_gate = b.make(self._ffn)
             drop("gate")
             b.free(d_activated)
-        copies.append(self.copy(b, gate_weight))
+        copies.append(self.weight(b, gate_weight))
         self._gradients(b, "gate", gate_weight)
         of_gate = b.make(self.stream * self.tensor_parallel)
         drop("feed-forward norm", "feed-forward norm for gate", "feed-forward norm for up")
@@ -276,7 +294,7 @@ class LayerBuffers:
 
     def _backward_of_attention(self, b: Buffers, d_residual: int, copies: list[int], gathered: int) -> None:
         query, key, _, output, *_ = self.layer_weights
-        copies = [*copies, self.copy(b, output)]
+        copies = [*copies, self.weight(b, output)]
         self._gradients(b, "output", output)
         d_attended = b.make(self._query)
         if self.blocks:  # the sum of the queries' gradients, and the gradients of a block
@@ -292,7 +310,7 @@ class LayerBuffers:
         if self.shape.kernels == "qwen3" and (self.shape.separate_norms or self.autocast):  # norms of queries and keys
             b.free(*[b.make(self._query * FP32 // self.sizes.product) for _ in range(4)])
         for name, weight in (("query", query), ("key", key), ("value", key)):
-            copies.append(self.copy(b, weight))
+            copies.append(self.weight(b, weight))
             self._gradients(b, name, weight)
         if self.tensor_parallel > 1:
             b.free(b.make(2 * self.gathered))

@@ -37,8 +37,13 @@ class LayerProduct:
     """Whether it is the last one of the layer, whose output no recomputation needs."""
 
     def recomputed_name(self, shape: ModelShape) -> str:
-        """Name of the product, or of the one to which its adapter's is added, if a recomputation computes it."""
-        if shape.adapts(self.role) and not shape.fused:
+        """Name of the product, or of the one to which its adapter's is added, if a recomputation computes it.
+
+        Products with quantised weights have none: they are operations of bitsandbytes, whose outputs no plan stores.
+        """
+        if shape.quantization is not None:
+            return ""
+        if shape.adapts(self.role) and not shape.fused_adapters:
             return f"{self.name}.base_layer"  # also of the last one, which its adapter follows
         return "" if self.last else self.name
 
@@ -271,7 +276,7 @@ class _Layer:
         A fused one adds to the output of the product, and to the gradient of its input. Otherwise PEFT scales and adds
         the output by itself, and autograd the gradients.
         """
-        adapters, size, separate = self.shape.adapters, self.sizes.product, not self.shape.fused
+        adapters, size, separate = self.shape.adapters, self.sizes.product, not self.shape.fused_adapters
         for product in layer_products(self.shape):
             if adapters is None or not self.shape.adapts(product.role):
                 continue

@@ -235,7 +235,7 @@ def recomputed_products(request: EstimateRequest, tokens: int) -> tuple[Product,
         first, second = product.adapter_names
         multiplying = _KERNEL_SECONDS + 2 * tokens * product.inputs * product.outputs / rate
         adapters = shape.adapters if shape.adapts(product.role) else None
-        if adapters is not None and not shape.fused:
+        if adapters is not None and not shape.fused_adapters:
             add(first, adapters.rank, moving_seconds(first))
             if not product.last:
                 add(second, product.outputs, moving_seconds(second))
@@ -276,8 +276,9 @@ def _recomputed_flops(request: EstimateRequest, stored: CallPlan, tokens: int) -
     if shape.experts > 1:
         flops += 2.0 * shape.active_experts * shape.ffn_parameters * processes * (tokens - whole)
     for product in layer_products(shape):
-        if name := product.recomputed_name(shape):
-            again = tokens - whole - stored.tokens(name)
+        name = product.recomputed_name(shape)
+        if name or shape.quantization is not None:
+            again = tokens - whole - (stored.tokens(name) if name else 0)
             flops += 2.0 * product.inputs * product.outputs * processes * again
     return flops
 

@@ -343,6 +343,8 @@ def check_request(request: EstimateRequest) -> None:
     why_not = ""
     if request.precision != "32-true" and not request.cluster.bf16:
         why_not = f"precision={request.precision}: {request.cluster.device} has no bf16: give precision=32-true"
+    if request.shape.quantization is not None and request.gpus > 1:
+        why_not = f"quantization={request.shape.quantization} is estimated for one GPU only: give gpus=1"
     if request.disk_bytes and not why_not:
         why_not = _why_not_spilled(request)
     if request.slices is not None and not why_not:

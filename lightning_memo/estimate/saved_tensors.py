@@ -152,7 +152,7 @@ class _Layer:
             return
         for name in adapters.products:
             yield SavedTensor(f"within the adapter of {name}", adapters.rank, product)
-        if self.shape.adapts("output") and self.sizes.stream != product and not self.shape.fused:
+        if self.shape.adapts("output") and self.sizes.stream != product and not self.shape.fused_adapters:
             yield SavedTensor("attention output for output", self.shape.attention.output, product)
 
     def reads(self, product: str) -> bool:

@@ -18,7 +18,7 @@ from lightning_memo.estimate.slice_settings import Slices
 from lightning_memo.estimate.step_buffers import CHUNK_BYTES
 from lightning_memo.parallel.parallel_sizes import BLOCK, GRADIENT_BITS, WEIGHT_BITS, sent_bytes
 from lightning_memo.parallel.pipeline.stage_order import training_order
-from lightning_memo.shapes.model_shape import SINGLE_OPERATIONS, ModelShape
+from lightning_memo.shapes.model_shape import QUANTIZED_BYTES, SINGLE_OPERATIONS, ModelShape
 from lightning_memo.utils.units import format_bytes
 
 BACKWARD_OF_ATTENTION: Final = 2.5
@@ -135,6 +135,7 @@ def layer_times(request: EstimateRequest, parallel: Parallelism) -> LayerTimes:
     exchanging, merging = _context_seconds(request, parallel, attention_forward)
     traffic = traffic_of_layer(shape, sizes=sizes, tensor_parallel=parallel.tp)
     moving = tokens / divided / memory_rate(request)
+    dequantizing = _dequantizing_seconds(request, tokens // divided)
     products, recomputed = _multiplied(shape, parallel, sizes)
     trained, later = (products, _later_weights(request, parallel)) if shape.adapters is None else (0, 0)
     return LayerTimes(
@@ -142,9 +143,9 @@ def layer_times(request: EstimateRequest, parallel: Parallelism) -> LayerTimes:
         dense_backward=2 * tokens * (products + trained) / dense_rate,
         later=2 * tokens * later / dense_rate,
         recomputed_dense=2 * tokens * recomputed / dense_rate,
-        memory_bound=traffic.forward * moving,
-        memory_bound_backward=traffic.backward * moving,
-        recomputed_memory_bound=traffic.again * moving,
+        memory_bound=traffic.forward * moving + dequantizing,
+        memory_bound_backward=traffic.backward * moving + dequantizing,
+        recomputed_memory_bound=traffic.again * moving + dequantizing,
         attention_forward=attention_forward,
         attention_backward=BACKWARD_OF_ATTENTION * attention_at_peak / constants.attention_backward_efficiency,
         collective=collective,
@@ -153,6 +154,17 @@ def layer_times(request: EstimateRequest, parallel: Parallelism) -> LayerTimes:
         network=(4 * collective if parallel.tp > cluster.devices_per_node else 0.0)
         + (exchanging if parallel.tp * parallel.cp > cluster.devices_per_node else 0.0),
     )
+
+
+def _dequantizing_seconds(request: EstimateRequest, tokens: int) -> float:
+    """Return the time in which a layer's products read their quantised weights and write real ones, in each slice."""
+    shape = request.shape
+    if shape.quantization is None:
+        return 0.0
+    slices = request.sliced(tokens)
+    times = 1 if slices is None else -(-tokens // slices.tokens)
+    moved = QUANTIZED_BYTES[shape.quantization] + request.element_bytes.product
+    return times * shape.quantized_in_a_layer * moved / memory_rate(request)
 
 
 def _multiplied(shape: ModelShape, parallel: Parallelism, sizes: ElementBytes) -> tuple[float, float]:
@@ -164,7 +176,7 @@ def _multiplied(shape: ModelShape, parallel: Parallelism, sizes: ElementBytes) -
     """
     slower = sizes.stream // sizes.product - 1 if shape.experts > 1 else 0
     more = slower * shape.active_experts * shape.ffn_parameters + (parallel.tp - 1) * shape.routing_parameters
-    last = 0 if shape.fused else shape.adapted_last_projection
+    last = 0 if shape.fused_adapters else shape.adapted_last_projection
     return shape.multiplied_in_a_layer - shape.adapter_parameters + more, shape.recomputed_in_a_layer + more + last
 
 

@@ -7,7 +7,7 @@ import hashlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -264,8 +264,17 @@ def state_bytes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Return this process's bytes of parameters and buffers."""
-    return sum(map(_local_bytes, [*model.parameters(), *model.buffers()]))
+    """Return this process's bytes of parameters, with the scales of quantised ones, and buffers."""
+    scales = (scale for p in model.parameters() for scale in _scales(p))
+    return sum(map(_local_bytes, [*model.parameters(), *model.buffers(), *scales]))
+
+
+def _scales(p: nn.Parameter) -> Iterator[Tensor]:
+    """Tensors beside a weight of 4 bits of bitsandbytes, whose own state may be quantised again."""
+    state = getattr(p, "quant_state", None)
+    while state is not None:
+        yield from (value for value in vars(state).values() if isinstance(value, Tensor))
+        state = getattr(state, "state2", None)
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:

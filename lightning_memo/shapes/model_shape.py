@@ -93,6 +93,11 @@ RouterKind = Literal["softmax", "softmax_fp32", "chosen_softmax", "gpt_oss", "si
 - "gpt_oss": the same in the type of the products; experts have biases and a clamped activation function.
 - "sigmoid": scores in fp32, among which groups of experts are chosen first (DeepSeek-V3).
 """
+Quantization = Literal["nf4", "nf4_double"]
+"""Frozen weights of 4 bits, as bitsandbytes stores them: with a scale in fp32 for each 64 weights, or with scales that
+are themselves quantised to 8 bits ("nf4_double", with `bnb_4bit_use_double_quant`)."""
+QUANTIZED_BYTES: Final[dict[Quantization, float]] = {"nf4": 1 / 2 + 4 / 64, "nf4_double": 1 / 2 + 1 / 64 + 4 / 64 / 256}
+"""Bytes of a weight with its share of the scales."""
 Kernels = Literal["llama", "qwen3", "gpt_oss", "gpt_neox", "gpt_neox_parallel", "gpt2"]
 """Implementation of a layer in Hugging Face, which determines the tensors that it saves for the backward.
 
@@ -242,6 +247,9 @@ class ModelShape:
     adapters: Adapters | None = None
     """LoRA adapters, which are the only trained weights; None if all weights are trained."""
 
+    quantization: Quantization | None = None
+    """How the frozen weights of the layers' products are stored; None for the type of all others."""
+
     input_gradient: bool = True
     """Whether the input of the layers requires a gradient, as it does in all layers but the first one if only adapters
     are trained."""
@@ -258,6 +266,8 @@ class ModelShape:
         dense = self.kernels in ("llama", "qwen3") and self.experts == 1 and self.latent is None
         if self.adapters is not None and not (dense and not self.parts):
             raise ValueError("adapters (model.lora) are supported for dense Llama and Qwen3 models only; set r to 0")
+        if self.quantization is not None and self.adapters is None:
+            raise ValueError(f"quantization={self.quantization} is for frozen weights: give model.lora.r, or null")
 
     @property
     def separate_norms(self) -> bool:
@@ -268,6 +278,16 @@ class ModelShape:
     def fused_gates(self) -> bool:
         """Whether a kernel computes the activation of a gated feed-forward that is dense, times its other product."""
         return self.fused and self.kernels in ("llama", "qwen3")
+
+    @property
+    def fused_adapters(self) -> bool:
+        """Whether products and their adapters are one operation. PEFT's modules for quantised weights are others."""
+        return self.fused and self.quantization is None
+
+    @property
+    def quantized_in_a_layer(self) -> int:
+        """Number of weights of a layer that are quantised."""
+        return 0 if self.quantization is None else self.attention.parameters + self.ffn_parameters
 
     @property
     def runs(self) -> tuple[ModelShape, ...]:
