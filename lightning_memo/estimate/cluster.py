@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -241,15 +242,48 @@ def cluster_of(settings: Mapping[str, Any]) -> Cluster:
     for name in names:
         if name not in given and name not in _OPTIONAL and not local:
             raise ValueError(f"cluster.{name} is missing: give a value, or choose a preset with cluster=")
-    if local:
-        from lightning_memo.estimate.local_cluster import local_cluster  # which needs the presets
-
-        here = local_cluster()
     try:
         values = {name: _cluster_value(name, value) for name, value in given.items()}
-        return replace(here, **values) if local else Cluster(**values)
     except ValueError as error:
         raise ValueError(f"cluster: {error}") from None
+    here = _local_cluster() if local else None
+    try:
+        return Cluster(**values) if here is None else replace(here, **values)
+    except ValueError as error:
+        raise ValueError(f"cluster: {error}") from None
+
+
+def _local_cluster() -> Cluster:
+    """The preset of this machine's GPUs, with their number and memory, and the host memory that is free."""
+    presets = {name: load_cluster(name) for name in preset_names("cluster")}
+    missing = f"give the cluster to estimate: {', '.join(presets)}"
+    try:
+        from lightning_memo.utils.free_memory import available_host_bytes, local_gpus
+    except ModuleNotFoundError as error:  # all other estimates do without torch
+        raise ValueError(f"cluster=auto: {error.name}, which reads the GPUs, is not installed: {missing}") from None
+    gpus, device_bytes = local_gpus()
+    if not gpus:
+        raise ValueError(f"cluster=auto: torch finds no GPU on this machine: {missing}")
+    if len(set(gpus)) > 1:
+        raise ValueError(
+            f"cluster=auto: this machine has {' and '.join(sorted(set(gpus)))}: choose those of one kind with "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    for cluster in presets.values():
+        if cluster.device == gpus[0]:
+            return replace(
+                cluster,
+                device_bytes=device_bytes,
+                devices_per_node=len(gpus),
+                host_bytes=available_host_bytes(),
+                host_bandwidth_shared=cluster.host_bandwidth_of(len(gpus)),
+            )
+    near = difflib.get_close_matches(gpus[0], [cluster.device for cluster in presets.values()], n=2)
+    similar = " or ".join(f"{name} ({cluster.device})" for name, cluster in presets.items() if cluster.device in near)
+    raise ValueError(
+        f"cluster=auto: no preset is for {gpus[0]}: give the cluster that is nearest, and change its values with "
+        f"cluster.NAME=VALUE: {similar or ', '.join(presets)}"
+    )
 
 
 def model_of(settings: Mapping[str, Any], name: str) -> ModelShape:

@@ -32,6 +32,13 @@ def available_host_bytes(root: Path = Path("/")) -> int:
     return max(min([int(machine_kib) * 1024, *_cgroup_bytes(root)]), 0)
 
 
+def local_gpus() -> tuple[list[str], int]:
+    """Return the names of the GPUs that this process sees, and the memory of the smallest one in bytes (0 without)."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [torch.cuda.get_device_properties(index) for index in range(count)]
+    return [gpu.name for gpu in gpus], min((gpu.total_memory for gpu in gpus), default=0)
+
+
 def free_device_bytes(device: torch.device) -> int:
     """Return the device bytes that this process can allocate for tensors.
 

@@ -170,13 +170,24 @@ def test_entries_of_troubleshooting_have_anchors_of_their_own() -> None:
 
 
 @pytest.mark.slow
-def test_tables_for_choosing_match_the_estimates(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("program", ["choosing", "what_fits"])
+def test_tables_of_estimates_match_the_estimates(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], program: str
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["choosing.py", "--check"])
+    monkeypatch.setattr(sys, "argv", [f"{program}.py", "--check"])
     with benchmark_modules():
-        status = importlib.import_module("choosing").main()
+        status = importlib.import_module(program).main()
     assert status == 0, capsys.readouterr().err
+
+
+def test_rows_of_what_fits_are_those_of_the_estimate() -> None:
+    """A slow test compares all rows."""
+    page = (DOCS / "what_fits.md").read_text()
+    with benchmark_modules():
+        what_fits = importlib.import_module("what_fits")
+        cells = [what_fits.cell("l4", "llama3_8b", 1, kind) for kind in what_fits.KINDS]
+    assert cells[2] is None
+    assert f"| L4<br>22.0 GiB | {cells[0]} | {cells[1]} | - |" in page
 
 
 def test_every_picture_has_a_source_and_is_shown() -> None:

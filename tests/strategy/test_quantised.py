@@ -6,6 +6,9 @@ The `quantized` extra brings them. What they do to a layer, without them, is in 
 from __future__ import annotations
 
 import functools
+import math
+import runpy
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 import torch
 from support.families import FAMILIES
 from support.markers.extras import extra
+from support.paths import ROOT
 from support.samples.callbacks import Gradients
 from support.trainer_harness import LanguageModel, fit, loader, plain
 from torch import Tensor, nn
@@ -137,3 +141,13 @@ def test_packed_weights_do_not_leave_the_device() -> None:
         for quantise in (KINDS["bitsandbytes NF4"], lambda model: None)
     ]
     assert 0 < slots[0] <= slots[1]
+
+
+def test_the_example_trains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The adapters begin as zero, and the loss of random bytes at ln 264."""
+    extra("bitsandbytes", "quantized")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.setattr(sys, "argv", ["qlora.py", "--steps=8"])
+    runpy.run_path(str(ROOT / "examples" / "qlora.py"), run_name="__main__")
+    loss = float(capsys.readouterr().out.rpartition("loss ")[2])
+    assert loss < math.log(264)
