@@ -56,7 +56,7 @@ KINDS: Final = (Kind("QLoRA", True, "nf4_double"), Kind("LoRA", True), Kind("all
 
 @dataclass(frozen=True)
 class Cell:
-    """The longest sequence that fits, and tokens per second and GPU on sequences of 32K, or on the longest if shorter."""
+    """The longest sequence that fits, and tokens per second and GPU on sequences of 32K, or on the longest of those."""
 
     tokens: int
     speed: float

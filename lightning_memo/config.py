@@ -343,7 +343,7 @@ def _check_tokens(name: str, tokens: Any, or_else: str = "") -> None:
 def _check_size(name: str, size: Any) -> None:
     try:
         if size is not None and parse_bytes(size) < _LEAST_BYTES and str(size).strip().isdecimal():
-            raise ValueError(f"{size!r} is a size in bytes: did you mean \"{str(size).strip()}GiB\"? Give that")
+            raise ValueError(f'{size!r} is a size in bytes: did you mean "{str(size).strip()}GiB"? Give that')
     except ValueError as error:
         raise ValueError(f"{name}={error}, or None to measure what is free") from None
 

@@ -91,11 +91,13 @@ def read_settings(settings: Mapping[str, Any], model: str) -> CommandSettings:
             the allowed values and what to do.
     """
     cluster = cluster_of(settings["cluster"])
-    gpus = cluster.devices_per_node if settings["gpus"] == AUTO else read_count("gpus", settings["gpus"])
+    counted = settings["gpus"]
+    gpus = cluster.devices_per_node if counted == AUTO else read_count("gpus", counted, or_else=", or auto")
     if gpus not in cluster.device_counts:
         raise ValueError(
-            f"gpus={gpus}: give 1 to {MAX_DEVICES}, or whole nodes of {cluster.devices_per_node} if more than one "
-            f"node is needed, such as {' or '.join(map(str, nearest_counts(cluster.device_counts, gpus)))}"
+            f"gpus={gpus}: give 1 to {MAX_DEVICES}, or whole nodes of {cluster.devices_per_node} "
+            "(cluster.devices_per_node) if more than one node is needed, such as "
+            f"{' or '.join(map(str, nearest_counts(cluster.device_counts, gpus)))}"
         )
     longest = settings["seq_len"] == "max"
     multiple_of = read_length("multiple_of", settings["multiple_of"])
@@ -147,14 +149,14 @@ def _constants(path: str, cluster: str) -> Constants:
     return constants
 
 
-def read_count(name: str, value: Any, least: int = 1) -> int:
+def read_count(name: str, value: Any, least: int = 1, or_else: str = "") -> int:
     """Check a setting that must be an integer, and return it.
 
     Raises:
         ValueError: The value is not an integer, or out of range.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name}={value!r}: give an integer of at least {least}")
+        raise ValueError(f"{name}={value!r}: give an integer of at least {least}{or_else}")
     if value > _MAX_COUNT:
         raise ValueError(f"{name}={value!r}: give an integer of at most {_MAX_COUNT}")
     return value
@@ -201,8 +203,9 @@ def _slices(settings: Mapping[str, Any]) -> Slices | None:
     """Reads the settings for slices, whose names and rules are those of `MemoStrategy`."""
     if settings["stream_from_host"] == "none":
         raise ValueError(
-            "stream_from_host=none: the first step does not run in slices without keys and values on the host, so "
-            "slices save no memory; leave slice_tokens and stream_from_host out, or give stream_from_host=attention"
+            "stream_from_host=none: slices whose keys and values stay on the device are not estimated; leave "
+            "slice_tokens and stream_from_host out, or give stream_from_host=attention, which takes less of the device "
+            "and no less time"
         )
     stream = _choice("stream_from_host", settings["stream_from_host"], get_args(StreamSetting))
     if settings["slice_tokens"] in ("auto", None):

@@ -119,9 +119,10 @@ class HostMemoryError(ValueError):
     def __init__(self, alpha: float, memory: PlanMemory, budget: Budget, smaller: str = "") -> None:
         disk, more = "", "host_memory"
         if budget.disk_bytes:
-            buffers = format_bytes(DiskLayout(memory.slot).bounce_bytes)
-            disk = f", plus {format_bytes(budget.disk_bytes)} of disk, whose buffers take {buffers} of host memory"
-            more = "host_memory or disk_memory"
+            buffers = DiskLayout(memory.slot).bounce_bytes
+            disk = f", plus {format_bytes(budget.disk_bytes)} of disk, whose buffers take {format_bytes(buffers)} of it"
+            if buffers < budget.host_bytes:  # otherwise, no disk is large enough
+                more = "host_memory or disk_memory"
         super().__init__(
             f"alpha={alpha:g} swaps {format_bytes(memory.host)} ({memory.host} bytes) to the host, but the budget is "
             f"{format_bytes(budget.host_bytes)} ({budget.host_bytes} bytes) of host memory{disk}: "

@@ -330,7 +330,7 @@ def test_a_mistake_in_a_sweep_is_a_line_of_its_report(run):
         (["alpha=-0.1"], ["alpha=-0.1"]),
         (["alpha=auto"], ["alpha='auto'", "null"]),
         (["alpha=0.5", "method=full_swap"], ["alpha=0.5", "full_swap"]),
-        (["slice_tokens=0"], ["slice_tokens=0", "or auto"]),
+        (["slice_tokens=0"], ["slice_tokens=0", "auto or null"]),
         (["slice_tokens=64K", "method=plain"], ["slice_tokens=64K", "method=memo"]),
         (
             ["slice_tokens=64K", "gpus=1", "model=gpt_7b", "batch_size=1"],

@@ -69,7 +69,8 @@ def test_too_little_of_both_is_told() -> None:
 
 
 def test_a_host_without_room_for_the_bounce_buffers_cannot_spill() -> None:
-    with pytest.raises(HostMemoryError):
+    """And a larger disk would not help."""
+    with pytest.raises(HostMemoryError, match=r"of it: raise host_memory, or shorten the sequence$"):
         plan(costs(), host=0.1, disk=100)
 
 

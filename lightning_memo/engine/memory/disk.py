@@ -164,11 +164,11 @@ def _refusal(folder: Path, size_bytes: int, error: OSError) -> str:
     if error.errno == errno.EFBIG:
         return (
             f"spilling needs a file of {format_bytes(size_bytes)} ({size_bytes} bytes) in {folder}, and files of this "
-            "process may not be that large: raise the limit (ulimit -f), lower disk_memory, or raise host_memory"
+            "process may not be that large: raise the limit (ulimit -f), or raise host_memory by as much"
         )
     return (
         f"spilling needs {format_bytes(size_bytes)} ({size_bytes} bytes) in {folder}, which has {format_bytes(free)} "
-        f"free ({error.strerror}): free space, lower disk_memory, raise host_memory, or give a folder on another disk"
+        f"free ({error.strerror}): free space there, give a folder on another disk, or raise host_memory by as much"
     )
 
 
