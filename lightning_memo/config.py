@@ -19,8 +19,8 @@ STREAMS: Final = ("auto", "none", "attention", "hidden", "model")
 ZERO_COMMUNICATION: Final = ("none", "int8", "int4")
 PIPELINE_SCHEDULES: Final = ("1f1b", "zero_bubble")
 # The values with which plans may name a place for each kind of tensor.
-_LEAST_BYTES: Final = 2**20
-"""Of a memory whose size is given without a unit, which may have been forgotten."""
+_LEAST_BYTES: Final = 4096
+"""Of a memory. A smaller number is one of GiB whose unit was forgotten."""
 _NEEDED_BY_KINDS: Final[dict[str, tuple[Any, ...]]] = {
     "alpha": ("auto",),
     "slice_tokens": ("auto",),
