@@ -12,7 +12,7 @@ import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DynamoBackend
 from peft import LoraConfig
-from support.hf_trainers import ARGUMENTS, Outcome, of_rows, preferring, supervised, train
+from support.hf_trainers import ARGUMENTS, Outcome, of_rows, preferring, rewarded, supervised, train
 from support.markers.slow import slow_if
 from support.modes import BY_KIND
 from support.processes import run_in_processes
@@ -99,6 +99,19 @@ def test_trainers_of_trl(make: Any, lora: bool) -> None:
     adapter = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear") if lora else None
     memo = MemoCallback(alpha=0.5)
     train(make(memo, adapter)).compare(train(make(None, adapter)))
+    assert memo.plan is not None
+    assert memo.plan.swap.alpha == 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_generation_between_steps(lora: bool) -> None:
+    """GRPO generates with the model that it trains; with LoRA, the reference is the model without its adapter."""
+    adapter = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear") if lora else None
+    beta = 0.1 if lora else 0.0
+    memo = MemoCallback(alpha=0.5, loss_chunk_tokens=16)
+    train(rewarded(memo, adapter, beta=beta)).compare(train(rewarded(None, adapter, beta=beta)))
     assert memo.plan is not None
     assert memo.plan.swap.alpha == 0.5
 
