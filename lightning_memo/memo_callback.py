@@ -137,6 +137,11 @@ class _SharedRows:
                 f"precompute_ref_log_probs=True contradicts context_parallel_size={self._size}: each row would be "
                 "counted more than once; set precompute_ref_log_probs=False"
             )
+        if hasattr(args, "num_generations"):
+            raise ValueError(
+                f"context_parallel_size={self._size}: each process generates its own completions, and processes that "
+                f"share rows would train on others ({type(args).__name__}): leave context_parallel_size out"
+            )
         state = AcceleratorState()
         config, processes = state.parallelism_config, state.num_processes
         if config is not None and config.non_data_parallel_size > 1:

@@ -224,6 +224,11 @@ def test_regional_compilation_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "\n" not in str(caught.value)
 
 
+def test_processes_that_generate_share_no_rows() -> None:
+    with pytest.raises(ValueError, match=r"context_parallel_size=2: each process generates .*GRPOConfig"):
+        rewarded(MemoCallback(context_parallel_size=2))
+
+
 def test_refused_settings() -> None:
     with pytest.raises(TypeError, match=r"alhpa=0\.5 is no setting of MemoCallback: did you mean alpha\?$"):
         MemoCallback(alhpa=0.5)
