@@ -272,6 +272,16 @@ def find_files(path: str | None, suffix: str | None) -> tuple[str, list[Path]]:
     return next(iter(kinds)), files
 
 
+def refuse_records(file: Path) -> None:
+    """Checks that a file is text.
+
+    Raises:
+        ValueError: It holds records, by its name.
+    """
+    if _format(file) != "text":
+        raise ValueError(f"path={file}: a file of records, not text; DocumentsDataModule (data=documents) reads it")
+
+
 def _format(file: Path) -> str:
     return next((kind for ending, kind in _FORMATS.items() if _uncompressed(file).endswith(ending)), "text")
 

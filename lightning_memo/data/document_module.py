@@ -21,6 +21,7 @@ from lightning_memo.data.document_files import (
     where_unreadable,
 )
 from lightning_memo.data.document_rows import (
+    LEAST_TOKENS,
     Document,
     Numbers,
     PackedRows,
@@ -30,7 +31,7 @@ from lightning_memo.data.document_rows import (
     read_block,
 )
 from lightning_memo.data.resumable_loader import ResumableLoader
-from lightning_memo.data.text_module import Loaded, SequenceDataModule, entropy
+from lightning_memo.data.text_module import Loaded, SequenceDataModule, cut_end, entropy
 from lightning_memo.data.tokenizer import Tokenizer, load_tokenizer
 from lightning_memo.parallel.batches.packed_documents import find_mixed_documents
 from lightning_memo.utils.units import read_fraction, read_whole_number
@@ -60,7 +61,8 @@ class DocumentsDataModule(SequenceDataModule):
         suffix: Ending of the file names to read; None for all known formats.
         tokenizer: Folder of a Hugging Face tokenizer; None for one token per byte.
         packing: Whether to pack several documents into a row. Otherwise each row is one document, truncated or padded.
-        val_fraction: Fraction of the documents for validation; at least one document is used.
+        val_fraction: Fraction of the documents for validation; at least one document is used. A single document is
+            cut: its end is for validation.
         seed: Seed of the split and the order.
         num_workers: Number of processes that tokenize and that prepare batches. A stream takes 0, or 1 to read ahead.
         streaming: Whether to read, tokenize and pack during training, for data too large to prepare before. The seed
@@ -134,20 +136,38 @@ class DocumentsDataModule(SequenceDataModule):
         return self._stream(tokenizer) if self._streaming else self._whole(tokenizer)
 
     def _whole(self, tokenizer: Tokenizer) -> Loaded:
-        documents = self._tokenized(tokenizer)
-        lengths: Numbers = np.asarray(documents["tokens"][:], dtype=np.int64)
-        order = np.random.default_rng(self._seed).permutation(len(documents))
-        n_val = min(max(1, round(len(documents) * self._val_fraction)), len(documents) - 1)
-        parts = np.sort(order[n_val:]), np.sort(order[:n_val])
-        train, val = (documents.select_columns("ids").select(part) for part in parts)
-        rows = self._rows(train, lengths[parts[0]], self.seq_len, tokenizer.eos_id)
+        train, val = self._split(self._tokenized(tokenizer))
+        rows = self._rows_of(train, tokenizer)
         self._check_filled(rows)
         return Loaded(
             train=rows,
-            val=self._rows(val, lengths[parts[1]], self.seq_len, tokenizer.eos_id),
+            val=self._rows_of(val, tokenizer),
             vocab_size=tokenizer.vocab_size,
             unigram_entropy=entropy(_counts(train, tokenizer.vocab_size)),
         )
+
+    def _split(self, documents: Any) -> list[Any]:
+        """Returns the documents for training and those for validation."""
+        if len(documents) == 1:
+            from datasets import Dataset
+
+            parts = cut_end(documents[0]["ids"], self._val_fraction)
+            if min(map(len, parts)) < LEAST_TOKENS:
+                raise ValueError(
+                    f"path={self._path}: one document of {documents[0]['tokens']} tokens, which training and validation"
+                    f" cannot share by val_fraction={self._val_fraction}; give more text"
+                )
+            return [
+                Dataset.from_dict({"ids": [ids], "tokens": [len(ids)]}, documents.features).with_format("numpy")
+                for ids in parts
+            ]
+        order = np.random.default_rng(self._seed).permutation(len(documents))
+        n_val = min(max(1, round(len(documents) * self._val_fraction)), len(documents) - 1)
+        return [documents.select(np.sort(part)) for part in (order[n_val:], order[:n_val])]
+
+    def _rows_of(self, documents: Any, tokenizer: Tokenizer) -> PackedRows | PaddedRows:
+        lengths: Numbers = np.asarray(documents["tokens"][:], dtype=np.int64)
+        return self._rows(documents.select_columns("ids"), lengths, self.seq_len, tokenizer.eos_id)
 
     def _check_filled(self, rows: PackedRows | PaddedRows) -> None:
         share = rows.tokens / (len(rows) * self.seq_len)
@@ -169,7 +189,7 @@ class DocumentsDataModule(SequenceDataModule):
             raise ValueError(
                 f"path={self._path}: {len(kept) + left} document(s) with text in field={self._field}, but"
                 f" validation takes {self._val_documents}, and training needs {groups}; lower val_documents, or"
-                " give more documents"
+                " give more documents, or streaming=False"
             )
 
         def rows_of(block: list[Document]) -> PackedRows | PaddedRows:
@@ -212,10 +232,9 @@ class DocumentsDataModule(SequenceDataModule):
                 desc="tokenize",
             )
         empty = len(records) - len(documents)
-        if len(documents) < 2:
+        if not len(documents):
             raise ValueError(
-                f"path={self._path}: {len(documents)} document(s) with text in field={self._field}, and"
-                f" {empty} without, but training and validation need one each; give more documents"
+                f"path={self._path}: none of {empty} document(s) has text in field={self._field}; give some that have"
             )
         if empty:
             log.warning(

@@ -23,7 +23,7 @@ from lightning_memo.parallel.ranks import gather
 
 IGNORED = -100
 """Label of a token that is no target."""
-_LEAST_TOKENS = 2
+LEAST_TOKENS = 2
 """Smallest number of tokens in a useful document: one token and the next one to predict."""
 
 Numbers = npt.NDArray[np.int64]
@@ -62,7 +62,7 @@ def best_fit(lengths: Numbers, seq_len: int) -> Pieces:
     start = nth * seq_len
     stop = np.minimum(start + seq_len, lengths[document])
     longest_first = np.argsort(start - stop, kind="stable")
-    order = longest_first[(stop - start)[longest_first] >= _LEAST_TOKENS]
+    order = longest_first[(stop - start)[longest_first] >= LEAST_TOKENS]
     row = _rows((stop - start)[order].tolist(), seq_len)
     by_row = np.argsort(row, kind="stable")
     order = order[by_row]
@@ -81,7 +81,7 @@ def _rows(sizes: Sequence[int], seq_len: int) -> Numbers:
         else:
             room, rows[n] = seq_len, count
             count += 1
-        if room - size >= _LEAST_TOKENS:
+        if room - size >= LEAST_TOKENS:
             insort(open_rows, (room - size, int(rows[n])))
     return rows
 
@@ -203,7 +203,7 @@ def read_block(
     block: list[Document] = []
     tokens = 0
     for number, text in reader:
-        if not mine(number) or len(ids := tokenizer.encode_document(text)) < _LEAST_TOKENS:
+        if not mine(number) or len(ids := tokenizer.encode_document(text)) < LEAST_TOKENS:
             continue
         block.append({"ids": ids})
         tokens += len(ids)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_memo.data.document_files import refuse_records
 from lightning_memo.data.document_rows import RowStream, StreamLoader
 from lightning_memo.data.resumable_loader import ChunkDataset, ResumableLoader, SequenceDataset, end_with_parent
 from lightning_memo.data.tokenizer import Tokenizer, Tokens, load_tokenizer, refuse_bytes
@@ -227,22 +228,23 @@ def _batches_of_run(trainer: Trainer) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusConfig:
-    """Settings for reading a folder of text and splitting it into training and validation text.
+    """Settings for reading text from files and splitting it into training and validation text.
 
     Raises:
         ValueError: ``max_bytes`` is too small, or ``val_fraction`` is outside (0, 1).
     """
 
     path: str | None = None
-    """Folder to search; None for the source of Python's standard library."""
+    """Text file, or folder to search; None for the source of Python's standard library."""
     suffix: str = ".py"
-    """Ending of the names of document files."""
+    """Ending of the names of the files to read in a folder."""
     exclude: Sequence[str] = ("site-packages", "dist-packages", "test", "tests", "__pycache__")
     """Names of folders to skip."""
     max_bytes: int = 16 * 2**20
     """Number of bytes to read at most. The last document may be truncated."""
     val_fraction: float = 0.05
-    """Fraction of the documents for validation; at least one document is used."""
+    """Fraction of the documents for validation; at least one document is used. A single document is cut: its end is for
+    validation."""
     seed: int = 0
     """Seed of the order of the documents, which determines the documents read and those for validation."""
 
@@ -252,7 +254,7 @@ class CorpusConfig:
 
 
 class TextDataModule(SequenceDataModule):
-    """Documents of a folder, concatenated and split into sequences of ``seq_len`` tokens.
+    """Text files, concatenated and split into sequences of ``seq_len`` tokens.
 
     Batches are ``{"input_ids": [batch, seq_len], "labels": [batch, seq_len]}``, in the order of
     `lightning_memo.data.text_module.SequenceDataModule`.
@@ -260,12 +262,12 @@ class TextDataModule(SequenceDataModule):
     Args:
         seq_len: Number of tokens per sequence, as a number or like "128K".
         batch_size: Number of sequences per batch of one data-parallel rank.
-        path: Folder of text; None for the source of Python's standard library.
-        suffix: Ending of the names of document files.
+        path: Text file, or folder that is searched; None for the source of Python's standard library.
+        suffix: Ending of the names of the files to read in a folder.
         exclude: Names of folders to skip.
         tokenizer: Folder of a Hugging Face tokenizer; None for one token per byte.
         max_bytes: Number of bytes to read at most.
-        val_fraction: Fraction of the documents for validation.
+        val_fraction: Fraction of the documents for validation. A single document is cut: its end is for validation.
         seed: Seed of the split and the order.
         num_workers: Number of processes that prepare batches.
 
@@ -318,31 +320,44 @@ def load_corpus(config: CorpusConfig, tokenizer: Tokenizer) -> Corpus:
     """Reads and tokenizes the text.
 
     Raises:
-        ValueError: The folder does not exist or has fewer than two documents.
+        ValueError: There is no such file or folder, or no text in it.
     """
     paths = find_documents(config)
     order = np.random.default_rng(config.seed).permutation(len(paths))
     documents = _read_texts([paths[i] for i in order], config.max_bytes)
-    if len(documents) < 2:
-        raise ValueError(
-            f"path={_root(config)}: {len(documents)} document(s) with text, but training and validation need one"
-            f" each; give more files, or raise max_bytes={config.max_bytes}"
-        )
+    if not documents:
+        raise ValueError(f"path={_root(config)}: no text in it; give a file or folder that has some")
+    if len(documents) == 1:
+        train, val = cut_end(pack(documents, tokenizer), config.val_fraction)
+        return Corpus(train, val)
     n_val = min(max(1, round(len(documents) * config.val_fraction)), len(documents) - 1)
     return Corpus(train=pack(documents[n_val:], tokenizer), val=pack(documents[:n_val], tokenizer))
+
+
+def cut_end(tokens: Tokens, val_fraction: float) -> tuple[Tokens, Tokens]:
+    """Returns the beginning of a document for training, and its end for validation.
+
+    Args:
+        tokens: Ids `[tokens]` of the document.
+        val_fraction: Fraction of the tokens that is cut off.
+    """
+    start = len(tokens) - round(len(tokens) * val_fraction)
+    return tokens[:start], tokens[start:]
 
 
 def find_documents(config: CorpusConfig) -> list[Path]:
     """Returns the document files, sorted by path so that a seed gives the same order everywhere.
 
     Raises:
-        ValueError: The folder does not exist or has no such file.
+        ValueError: There is no such file or folder, it has no such file, or the file holds records.
     """
     root = _root(config)
+    if root.is_file():
+        refuse_records(root)
+        return [root]
     if not root.is_dir():
-        found = "a file, not a" if root.is_file() else "no such"
         raise ValueError(
-            f"path={root}: {found} folder; give a folder with *{config.suffix} files,"
+            f"path={root}: no such file or folder; give a text file, a folder with *{config.suffix} files,"
             " or none for the source of Python's standard library"
         )
     excluded = set(config.exclude)

@@ -168,7 +168,7 @@ def test_resuming_the_newest_run(train, tmp_path):
         (["+trainer.benchmark=maybe"], "trainer.benchmark=maybe is text: give true or false"),
         (["model.lora=true"], "model.lora=True is no group of settings: give model.lora.r"),
         (["strategy=1"], "strategy=1: no such strategy; give one of fpdt, full_recompute"),
-        (["data.path=/nowhere"], "data.path=/nowhere: no such folder"),
+        (["data.path=/nowhere"], "data.path=/nowhere: no such file or folder"),
         (["data.seq_len=1"], "data.seq_len=1: give 2 or more"),
         (["data.seq_len=lots"], "data.seq_len='lots' is not a number of tokens"),
         (
@@ -263,7 +263,7 @@ def test_settings_that_plain_training_ignores_warn(train):
 def test_mistake_in_a_process_of_its_own(tmp_path):
     status, out, err = run(["python", *MODULE, "data.path=/nowhere"], tmp_path)
     assert status == 2
-    assert err.splitlines()[-1].startswith("error: data.path=/nowhere: no such folder")
+    assert err.splitlines()[-1].startswith("error: data.path=/nowhere: no such file or folder")
     assert out == ""
 
 

@@ -176,7 +176,7 @@ def test_a_process_that_fails_alone_ends_the_others(tmp_path, start, status):
     # The other process waits for up to half an hour for this one to join.
     ended, _, err = run(start("data.path=text${oc.env:LOCAL_RANK,0}", module=HASTY_MODULE), tmp_path)
     assert ended == status  # torchrun's own is always 1
-    assert "data.path=text1: no such folder" in only(errors(err))
+    assert "data.path=text1: no such file or folder" in only(errors(err))
 
 
 DIES = """

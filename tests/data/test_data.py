@@ -78,6 +78,23 @@ def test_default_is_the_standard_library():
     assert not any({"test", "site-packages"} & set(path.parts) for path in paths)
 
 
+@pytest.mark.parametrize("given", ["file", "folder"])
+def test_one_file_is_cut_for_validation(given, tmp_path):
+    file = tmp_path / "own.txt"
+    file.write_text("0123456789" * 20)
+    chosen = CorpusConfig(path=str(file)) if given == "file" else config(tmp_path)
+    corpus = load_corpus(chosen, load_tokenizer(None))
+    assert np.concatenate([corpus.train, corpus.val]).tolist() == [*file.read_bytes(), 256]
+    assert len(corpus.val) == round(201 * chosen.val_fraction)
+
+
+@pytest.mark.parametrize("name", ["own.jsonl", "own.json.gz", "own.parquet"])
+def test_records_are_no_text(name, tmp_path):
+    (tmp_path / name).write_bytes(b"{}")
+    with pytest.raises(ValueError, match=rf"path=.*{name}: a file of records, not text; .*data=documents"):
+        find_documents(CorpusConfig(path=str(tmp_path / name)))
+
+
 def test_broken_encodings_are_read(tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_bytes(b"\xff\xfe text")
@@ -266,12 +283,12 @@ def test_batches_of_the_module(folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"path": "/nowhere"}, r"path=/nowhere: no such folder; give"),
-        ({"path": "/nowhere", "tokenizer": "/nowhere"}, r"path=/nowhere: no such folder; give"),
-        ({"path": __file__}, r"path=.*: a file, not a folder; give"),
+        ({"path": "/nowhere"}, r"path=/nowhere: no such file or folder; give"),
+        ({"path": "/nowhere", "tokenizer": "/nowhere"}, r"path=/nowhere: no such file or folder; give"),
+        ({"path": "blank"}, r"path=blank: no text in it; give"),
         ({"max_bytes": 0}, r"max_bytes=0: give 1 or more"),
         ({"suffix": ".nothing"}, r"no file ends with suffix=.nothing; set"),
-        ({"max_bytes": 100}, r"1 document\(s\) with text.*give more files"),
+        ({"max_bytes": 100}, r"the validation text has 5; .* more text \(path, max_bytes, val_fraction\)"),
         ({"val_fraction": 0.0}, r"val_fraction=0.0: give a number between"),
         ({"seq_len": 100_000}, r"seq_len=100000 x .*the training text has \d+; lower"),
         ({"seq_len": 500}, r"the validation text has \d+; lower"),
@@ -283,5 +300,6 @@ def test_batches_of_the_module(folder):
 )
 def test_mistakes_are_named_in_one_line(folder, monkeypatch, changes, message):
     monkeypatch.chdir(folder)
+    Path("blank").write_text(" \n")
     with pytest.raises(ValueError, match=message):
         TextDataModule(**{"seq_len": 16, "path": str(folder), "suffix": ".txt", **changes}).setup()

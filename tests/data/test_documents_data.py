@@ -157,6 +157,18 @@ def test_every_format_gives_its_documents(write: Callable[[Path], None], tmp_pat
     assert sorted(train + val) == sorted(TEXTS) and len(val) == 5
 
 
+@pytest.mark.parametrize("name", ["own.txt", "own.jsonl"])
+def test_a_single_document_is_cut_for_validation(name: str, tmp_path: Path) -> None:
+    text = "0123456789" * 20
+    (tmp_path / name).write_text(text if name == "own.txt" else json.dumps({"text": text}))
+    data = module(tmp_path / name, seq_len=300, batch_size=1)
+    data.setup()
+    assert data._loaded is not None
+    (train,), (val,) = data._loaded.train, data._loaded.val
+    assert bytes(train["input_ids"][:161].tolist()) + bytes(val["input_ids"][:39].tolist()) == text.encode()
+    assert val["input_ids"][39] == 256
+
+
 def test_seed_chooses_the_split(jsonl: Path) -> None:
     splits = [texts_of(module(jsonl, seq_len=300, batch_size=1, seed=seed))[1] for seed in (1, 1, 2)]
     assert splits[0] == splits[1] != splits[2]
@@ -228,7 +240,8 @@ def test_other_data_settings_do_not_resume(jsonl: Path) -> None:
         ({"path": "lines.jsonl"}, r"^path=lines.jsonl: no documents in it; give a file"),
         ({"path": "list.json"}, r"^path=list.json: no documents in it; give a file"),
         ({"seq_len": "many"}, r"^seq_len='many' is not a number of tokens .* 128K or 1M"),
-        ({"path": "blank.jsonl"}, r"path=blank.jsonl: 1 document\(s\) with text in field=text, and 2 without"),
+        ({"path": "blank.jsonl"}, r"path=blank.jsonl: none of 2 document\(s\) has text in field=text; give"),
+        ({"path": "short.txt"}, r"path=short.txt: one document of 2 tokens, which .* by val_fraction=0.2; give more"),
         ({"field": "body"}, r"field=body: the documents of path=documents.jsonl have number, text; give the one"),
         ({"path": "other.jsonl"}, r"field=text: the documents of path=other.jsonl have body; give field=body$"),
         ({"field": "number"}, r"line 1: field=number holds int64, not text; .* have number, text$"),
@@ -262,7 +275,8 @@ def test_mistakes_are_named_in_one_line(
     Path("broken.jsonl").write_text('{"text": "a"}\n{"te')
     Path("mixed.jsonl").write_text('{"text": "a"}\n{"text": ["b"]}\n{"text": "c"}')
     Path("mixed_broken.jsonl").write_text('{"text": "a"}\n{"text": ["b"]}\n{"te')
-    Path("blank.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("a", "", None)))
+    Path("blank.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("", None)))
+    Path("short.txt").write_text("a")
     with pytest.raises(ValueError, match=message) as caught:
         module(changes.pop("path", jsonl.name), **changes).setup()
     assert "\n" not in str(caught.value)
