@@ -9,7 +9,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,8 @@ import fsspec
 import numpy as np
 from lightning_utilities.core.imports import RequirementCache
 
+from lightning_memo.data.document_kinds import Document, DocumentKind, Record, WrongRecord, kind_of
+from lightning_memo.data.tokenizer import Tokenizer
 from lightning_memo.utils.process import is_rank_zero
 from lightning_memo.utils.user_errors import one_line
 
@@ -50,57 +52,122 @@ class _Refused(Exception):
     """A file has JSON that crashes the process in Arrow."""
 
 
-def read_documents(path: str | None, suffix: str | None, field: str) -> Dataset:
-    """Returns the documents of a file or folder, memory-mapped from a copy in the cache of `datasets`.
+class DocumentFiles:
+    """The files of a path, which Hugging Face `datasets` reads.
 
     Args:
         path: File, or folder that is searched recursively.
-        suffix: Ending of the file names to read; None for all known endings.
-        field: Field of each record that holds the text. A text file is one record with the field `text`.
+        suffix: Ending of the file names to read in a folder; None for all known endings.
+        seed: Seed of the order of the files; None for that of their names.
+
+    Attributes:
+        files: Files in the order in which they are read.
 
     Raises:
-        ValueError: There is no such file, it cannot be read, or its records have no such text field.
+        ValueError: There is no such file, or `datasets` is not installed.
     """
-    _check_installed()
-    kind, files = find_files(path, suffix)
-    for file in files:
-        _check_json(file)
-    with readable(lambda: where_unreadable(path, files, field), kind):
-        documents: Dataset = _load_files(kind, files, streaming=False)
-    _check_field(path, field, documents.features)
-    _check_text(path, files, field, documents.features)
-    return documents
+
+    def __init__(self, path: str | None, suffix: str | None, seed: int | None = None) -> None:
+        _check_installed()
+        self.path = path
+        self._format, self.files = find_files(path, suffix)
+        if seed is not None:
+            order = np.random.default_rng(seed).permutation(len(self.files))
+            self.files = [self.files[n] for n in order]
+        self._checked: set[Path] = set()
+
+    def load(self) -> Dataset:
+        """Returns all records, memory-mapped from a copy in the cache of `datasets`.
+
+        Raises:
+            ValueError: A file cannot be read. The message is one line with the file and line number.
+        """
+        self._check(self.files)
+        with self.reading():
+            records: Dataset = _load_files(self._format, self.files, streaming=False)
+        return records
+
+    def stream(self) -> Any:
+        """Returns the records as an `IterableDataset` of `datasets`, which reads the first file to find the fields.
+
+        Raises:
+            ValueError: As for `load`.
+        """
+        self.check_near(0)
+        with self.reading(near=0):
+            return _load_files(self._format, self.files, streaming=True)
+
+    def check_near(self, file: int) -> None:
+        """Checks a file and the next two for JSON that `datasets` cannot survive. It reads one of them next.
+
+        Raises:
+            ValueError: A file has such JSON.
+        """
+        self._check(self.files[file : file + 3])
+
+    def _check(self, files: Iterable[Path]) -> None:
+        for file in files:
+            if file not in self._checked:
+                _check_json(file)
+                self._checked.add(file)
+
+    @contextmanager
+    def reading(self, kind: DocumentKind | None = None, near: int | None = None) -> Iterator[None]:
+        """Within this context, errors of `datasets` and wrong records become one line with file, line and reason.
+
+        Args:
+            kind: Kind of the documents that are encoded within the context.
+            near: Number of the file that is being read, or of the one before; None if any file may be.
+
+        Raises:
+            ValueError: `datasets` cannot read the files, or a record is no document.
+        """
+        import datasets  # takes seconds
+
+        def where(is_right: Callable[[dict[str, Any]], bool] = lambda record: True) -> str:
+            files = self.files if near is None else self.files[near : near + 2]
+            return _where(files, is_right) or f"path={self.path}"
+
+        level = datasets.logging.get_verbosity()
+        datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs errors with row numbers of file chunks
+        try:
+            yield
+        except WrongRecord as error:
+            assert kind is not None
+            raise ValueError(f"{where(kind.is_right)}: {error}") from None
+        except StopIteration:
+            raise ValueError(f"{where()}: no documents in it; give a file or folder that has some") from None
+        except Exception as error:  # decompressors, Arrow and JSON each raise types of their own
+            if _NOTHING in str(error):
+                raise ValueError(f"{where()}: no documents in it; give a file or folder that has some") from error
+            raise ValueError(
+                f"{where()}: not readable as {self._format}: {_reason(error)}; correct the file, or leave it out"
+            ) from error
+        finally:
+            datasets.logging.set_verbosity(level)
 
 
 class DocumentStream:
-    """Documents of a file or folder, in the order within each file.
+    """Documents that are read one after the other, in the order within each file.
 
     Args:
-        path: As for `lightning_memo.data.document_files.read_documents`.
-        suffix: As for `read_documents`.
-        field: As for `read_documents`.
-        seed: Seed of the order of the files.
+        source: Files of the documents.
+        field: Field of each record that holds the document. A text file is one record with the field `text`.
+        tokenizer: Tokenizer of the documents.
+
+    Attributes:
+        kind: Kind of the documents.
 
     Raises:
-        ValueError: There is no such file, it cannot be read, or its first record has no such field.
+        ValueError: A file cannot be read, or its first record has no such field.
     """
 
-    def __init__(self, path: str | None, suffix: str | None, field: str, seed: int) -> None:
-        _check_installed()
-        self.path, self.field = path, field
-        self.kind, files = find_files(path, suffix)
-        self.files = [files[n] for n in np.random.default_rng(seed).permutation(len(files))]
-        self._checked: set[Path] = set()
-        first = next(self.records(self.open()), None)
+    def __init__(self, source: DocumentFiles, field: str, tokenizer: Tokenizer) -> None:
+        self.source = source
+        first = next(self.records(source.stream()), None)
         if first is None:
-            raise ValueError(f"path={path}: no documents in it; give a file or folder that has some")
-        _check_field(path, field, first)
-
-    def open(self) -> Any:
-        """Returns the records as an `IterableDataset` of `datasets`, which reads the first file to find the fields."""
-        self._check(0)
-        with readable(lambda: self._where(0), self.kind):
-            return _load_files(self.kind, self.files, streaming=True)
+            raise ValueError(f"path={source.path}: no documents in it; give a file or folder that has some")
+        self.kind = kind_of(source.path, field, first, tokenizer)
 
     def records(self, opened: Any) -> Iterator[dict[str, Any]]:
         """Yields the records of an opened stream.
@@ -110,26 +177,12 @@ class DocumentStream:
         """
         records = iter(opened)
         while True:
-            self._check(_file(opened))
-            with readable(lambda: self._where(_file(opened)), self.kind):
+            self.source.check_near(_file(opened))
+            with self.source.reading(near=_file(opened)):
                 record = next(records, None)
             if record is None:
                 return
             yield record
-
-    def _check(self, file: int) -> None:
-        """Checks a file and the next two, if that has not been done: `datasets` reads one of them next."""
-        for each in self.files[file : file + 3]:
-            if each not in self._checked:
-                _check_json(each)
-                self._checked.add(each)
-
-    def nearby(self, file: int) -> list[Path]:
-        """Returns the file of a number and the next one, of which `datasets` is reading one."""
-        return self.files[file : file + 2]
-
-    def _where(self, file: int) -> str:
-        return where_unreadable(self.path, self.nearby(file), self.field)
 
 
 def _file(opened: Any) -> int:
@@ -141,7 +194,7 @@ def _file(opened: Any) -> int:
 
 
 class DocumentReader:
-    """Iterates over the texts of a stream, each with its number. Documents without text are skipped and not counted.
+    """Iterates over the records of a stream that hold a document, each with its number. Others are not counted.
 
     Args:
         stream: Stream to read.
@@ -151,11 +204,11 @@ class DocumentReader:
     def __init__(self, stream: DocumentStream, place: Place | None = None) -> None:
         self._stream = stream
         self._number = 0
-        self._records = stream.open()
+        self._records = stream.source.stream()
         if place is not None:
             self._number = place["number"]
             self._records.load_state_dict(place["records"])
-        self._texts = self._read()
+        self._documents = self._read()
 
     def place(self) -> Place:
         """Returns the position of the next document."""
@@ -164,27 +217,34 @@ class DocumentReader:
     def __iter__(self) -> DocumentReader:
         return self
 
-    def __next__(self) -> tuple[int, str]:
-        """Returns the number and text of the next document.
+    def __next__(self) -> tuple[int, Record]:
+        """Returns the number and record of the next document.
 
         Raises:
-            ValueError: A file cannot be read, or the field of a record is no text. The message is one line with the
-                file and line number.
+            ValueError: A file cannot be read, or a record is no document. The message is one line with the file and
+                line number.
         """
-        return next(self._texts)
+        return next(self._documents)
 
-    def _read(self) -> Iterator[tuple[int, str]]:
+    def encode(self, record: Record) -> Document:
+        """Returns the document of the record that was read last.
+
+        Raises:
+            ValueError: The record is no document. The message is one line with the file and line number.
+        """
+        with self._reading():
+            return self._stream.kind.encode(record)
+
+    def _read(self) -> Iterator[tuple[int, Record]]:
         for record in self._stream.records(self._records):
-            text = record.get(self._stream.field)
-            if text is not None and not isinstance(text, str):
-                stream, kind = self._stream, type(text).__name__
-                where = _where_no_text(stream.path, stream.nearby(_file(self._records)), stream.field)
-                raise ValueError(
-                    f"{where}: field={stream.field} holds {kind}, not text; give a field with text in all records"
-                )
-            if text and text.strip():
+            with self._reading():
+                found = self._stream.kind.holds_document(record)
+            if found:
                 self._number += 1
-                yield self._number - 1, text
+                yield self._number - 1, record
+
+    def _reading(self) -> AbstractContextManager[None]:
+        return self._stream.source.reading(self._stream.kind, near=_file(self._records))
 
 
 def _check_installed() -> None:
@@ -211,35 +271,6 @@ def _load_files(kind: str, files: Sequence[Path], streaming: bool) -> Any:
         return load_dataset(kind, data_files=names, split="train", streaming=streaming, **options)
     finally:
         config.HF_UPDATE_DOWNLOAD_COUNTS = counts
-
-
-@contextmanager
-def readable(where: Callable[[], str], kind: str) -> Iterator[None]:
-    """Within this context, errors of `datasets` become one line with the files, their format and the reason.
-
-    Args:
-        where: Returns a description of the files.
-        kind: Name of the format in `datasets`.
-
-    Raises:
-        ValueError: `datasets` cannot read the files.
-    """
-    import datasets  # takes seconds
-
-    level = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs the same error with row numbers of file chunks
-    try:
-        yield
-    except StopIteration:
-        raise ValueError(f"{where()}: no documents in it; give a file or folder that has some") from None
-    except Exception as error:  # decompressors, Arrow and JSON each raise types of their own
-        if _NOTHING in str(error):
-            raise ValueError(f"{where()}: no documents in it; give a file or folder that has some") from error
-        raise ValueError(
-            f"{where()}: not readable as {kind}: {_reason(error)}; correct the file, or leave it out"
-        ) from error
-    finally:
-        datasets.logging.set_verbosity(level)
 
 
 def find_files(path: str | None, suffix: str | None) -> tuple[str, list[Path]]:
@@ -289,33 +320,6 @@ def _format(file: Path) -> str:
 def _uncompressed(file: Path) -> str:
     """Returns the name of a file without the ending of its compression."""
     return file.stem if file.suffix in _COMPRESSED else file.name
-
-
-def _check_field(path: str | None, field: str, names: Iterable[str]) -> None:
-    """Checks that records have the field.
-
-    Args:
-        path: Path for the message.
-        field: Name of the field.
-        names: Names of all fields of the records.
-
-    Raises:
-        ValueError: The records have no such field.
-    """
-    if field not in names:
-        known = sorted(names)
-        remedy = f"give field={known[0]}" if len(known) == 1 else "give the one that holds the text"
-        raise ValueError(f"field={field}: the documents of path={path} have {', '.join(known)}; {remedy}")
-
-
-def _check_text(path: str | None, files: Sequence[Path], field: str, features: dict[str, Any]) -> None:
-    kind = getattr(features[field], "dtype", None)
-    if kind not in ("string", "large_string", "null"):
-        where, names = _where_no_text(path, files, field), ", ".join(sorted(features))
-        raise ValueError(
-            f"{where}: field={field} holds {kind or 'several types'}, not text; give a field with text in all records, "
-            f"which have {names}"
-        )
 
 
 def _check_json(file: Path) -> None:
@@ -381,23 +385,19 @@ def _opened(file: Path) -> Any:
     return fsspec.open(str(file), "rb", compression="infer")
 
 
-def where_unreadable(path: str | None, files: Sequence[Path], field: str) -> str:
-    """Returns the file and line that `datasets` cannot read: no JSON object, or another type than in other lines.
+def _where(files: Sequence[Path], is_right: Callable[[dict[str, Any]], bool]) -> str:
+    """Returns the first file and line that is no JSON object, or else that is not right; empty if there is none.
 
     Args:
-        path: The user's path, which is returned if there is no such line.
         files: Files, of which only JSON lines are searched.
-        field: Field of each record that holds the text.
+        is_right: Whether a record is right.
     """
-    return _where(files, lambda line: _object_in(line) is not None) or _where_no_text(path, files, field)
+    return _first_line(files, lambda record: record is not None) or _first_line(
+        files, lambda record: record is None or is_right(record)
+    )
 
 
-def _where_no_text(path: str | None, files: Sequence[Path], field: str) -> str:
-    """Returns the first file and line whose field holds no text; see `where_unreadable`."""
-    return _where(files, lambda line: _holds_text(line, field)) or f"path={path}"
-
-
-def _where(files: Sequence[Path], is_right: Callable[[bytes], bool]) -> str:
+def _first_line(files: Sequence[Path], is_right: Callable[[dict[str, Any] | None], bool]) -> str:
     for file in files:
         if not _uncompressed(file).endswith(".jsonl"):
             continue
@@ -405,7 +405,7 @@ def _where(files: Sequence[Path], is_right: Callable[[bytes], bool]) -> str:
         try:
             with _opened(file) as lines:
                 for number, line in enumerate(lines, 1):
-                    if line.strip() and not is_right(line):
+                    if line.strip() and not is_right(_object_in(line)):
                         return f"path={file}, line {number}"
         except _READING_ERRORS:
             return f"path={file}, line {number + 1}"
@@ -419,11 +419,6 @@ def _object_in(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
-
-
-def _holds_text(line: bytes, field: str) -> bool:
-    record = _object_in(line)
-    return record is None or isinstance(record.get(field), str | None)
 
 
 def _reason(error: BaseException) -> str:

@@ -5,24 +5,24 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_memo.data.document_files import (
-    DocumentReader,
-    DocumentStream,
-    find_files,
-    read_documents,
-    readable,
-    where_unreadable,
-)
-from lightning_memo.data.document_rows import (
+from lightning_memo.data.document_files import DocumentFiles, DocumentReader, DocumentStream, find_files
+from lightning_memo.data.document_kinds import (
     LEAST_TOKENS,
     Document,
+    DocumentKind,
+    Record,
+    counted_ids,
+    has_targets,
+    kind_of,
+)
+from lightning_memo.data.document_rows import (
     Numbers,
     PackedRows,
     PaddedRows,
@@ -152,7 +152,7 @@ class DocumentsDataModule(SequenceDataModule):
             from datasets import Dataset
 
             parts = cut_end(documents[0]["ids"], self._val_fraction)
-            if min(map(len, parts)) < LEAST_TOKENS:
+            if "counted" in documents.features or min(map(len, parts)) < LEAST_TOKENS:
                 raise ValueError(
                     f"path={self._path}: one document of {documents[0]['tokens']} tokens, which training and validation"
                     f" cannot share by val_fraction={self._val_fraction}; give more text"
@@ -167,7 +167,7 @@ class DocumentsDataModule(SequenceDataModule):
 
     def _rows_of(self, documents: Any, tokenizer: Tokenizer) -> PackedRows | PaddedRows:
         lengths: Numbers = np.asarray(documents["tokens"][:], dtype=np.int64)
-        return self._rows(documents.select_columns("ids"), lengths, self.seq_len, tokenizer.eos_id)
+        return self._rows(documents.remove_columns("tokens"), lengths, self.seq_len, tokenizer.eos_id)
 
     def _check_filled(self, rows: PackedRows | PaddedRows) -> None:
         share = rows.tokens / (len(rows) * self.seq_len)
@@ -180,9 +180,9 @@ class DocumentsDataModule(SequenceDataModule):
 
     def _stream(self, tokenizer: Tokenizer) -> Loaded:
         """Uses the first documents for validation and streams the others."""
-        documents = DocumentStream(self._path, self._suffix, self._field, self._seed)
+        documents = DocumentStream(DocumentFiles(self._path, self._suffix, self._seed), self._field, tokenizer)
         reader = DocumentReader(documents)
-        kept = read_block(reader, tokenizer, enough=lambda count, tokens: count >= self._val_documents)
+        kept = read_block(reader, enough=lambda count, tokens: count >= self._val_documents)
         start, (_, groups) = reader.place(), self._data_parallel()
         left = sum(1 for _ in islice(reader, groups))
         if left < groups:
@@ -200,7 +200,6 @@ class DocumentsDataModule(SequenceDataModule):
             train=RowStream(
                 documents=documents,
                 start=start,
-                tokenizer=tokenizer,
                 rows_of=rows_of,
                 window=-(-self._buffer_rows // self.batch_size) * self.batch_size,
                 seq_len=self.seq_len,
@@ -210,36 +209,38 @@ class DocumentsDataModule(SequenceDataModule):
             ),
             val=rows_of(kept),
             vocab_size=tokenizer.vocab_size,
-            unigram_entropy=entropy(np.bincount(np.concatenate([document["ids"] for document in kept]))),
+            unigram_entropy=entropy(np.bincount(np.concatenate([counted_ids(document) for document in kept]))),
         )
 
     def _tokenized(self, tokenizer: Tokenizer) -> Any:
-        """Returns records with the `ids` of each document with text and the number of `tokens`."""
-        records = read_documents(self._path, self._suffix, self._field)
+        """Returns all documents that have targets, each with the number of its `tokens`."""
+        source = DocumentFiles(self._path, self._suffix)
+        records = source.load()
+        kind = kind_of(self._path, self._field, records.features, tokenizer)
         from datasets import Features, List, Value
 
-        kind, files = find_files(self._path, self._suffix)
-        with readable(lambda: where_unreadable(self._path, files, self._field), kind):  # texts are decoded only here
+        columns = {"ids": List(Value("int32")), "tokens": Value("int64")}
+        with source.reading(kind):  # records are decoded only here
             documents = records.map(
-                _Tokenize(tokenizer),
+                _Tokenize(kind),
                 batched=True,
                 batch_size=_AT_ONCE,
                 writer_batch_size=_AT_ONCE,
-                input_columns=[self._field],
+                input_columns=kind.fields,
                 remove_columns=records.column_names,
-                features=Features({"ids": List(Value("int32")), "tokens": Value("int64")}),
+                features=Features(columns | ({"counted": List(Value("bool"))} if kind.masked else {})),
                 num_proc=self.num_workers or None,
                 desc="tokenize",
             )
-        empty = len(records) - len(documents)
+        empty, fields = len(records) - len(documents), " and ".join(kind.fields)
         if not len(documents):
             raise ValueError(
-                f"path={self._path}: none of {empty} document(s) has text in field={self._field}; give some that have"
+                f"path={self._path}: none of {empty} document(s) has text in field={fields}; give some that have"
             )
         if empty:
             log.warning(
                 "path=%s: %d of %d documents have no text in field=%s, and are left out.",
-                *(self._path, empty, len(records), self._field),
+                *(self._path, empty, len(records), fields),
             )
         return documents.with_format("numpy")
 
@@ -248,16 +249,22 @@ class DocumentsDataModule(SequenceDataModule):
 class _Tokenize:
     """Tokenizes a batch of records. `datasets` finds cached results by the pickled contents of the tokenizer."""
 
-    tokenizer: Tokenizer
+    kind: DocumentKind
 
-    def __call__(self, texts: list[str | None]) -> dict[str, list[Any]]:
-        ids = [self.tokenizer.encode_document(text) for text in texts if text and text.strip()]
-        return {"ids": ids, "tokens": [len(document) for document in ids]}
+    def __call__(self, *columns: list[Any]) -> dict[str, list[Any]]:
+        records: list[Record] = [
+            dict(zip(self.kind.fields, values, strict=True)) for values in zip(*columns, strict=True)
+        ]
+        documents = [self.kind.encode(record) for record in records if self.kind.holds_document(record)]
+        kept = [document for document in documents if has_targets(document)]
+        table: dict[str, list[Any]] = {"ids": [d["ids"] for d in kept], "tokens": [len(d["ids"]) for d in kept]}
+        return table | ({"counted": [d["counted"] for d in kept]} if self.kind.masked else {})
 
 
 def _counts(documents: Any, vocab_size: int) -> Numbers:
-    """Returns the number of occurrences of each id."""
+    """Returns the number of occurrences of each id among the tokens that count."""
     counts = np.zeros(vocab_size, dtype=np.int64)
-    for records in documents.iter(batch_size=_AT_ONCE):
-        counts += np.bincount(np.concatenate(list(records["ids"])), minlength=vocab_size)
+    for columns in documents.iter(batch_size=_AT_ONCE):
+        whole = {name: np.concatenate(list(values)) for name, values in columns.items() if name != "tokens"}
+        counts += np.bincount(counted_ids(cast(Document, whole)), minlength=vocab_size)
     return counts

@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +17,12 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from typing_extensions import override
 
 from lightning_memo.data.document_files import DocumentReader, DocumentStream, Place
+from lightning_memo.data.document_kinds import LEAST_TOKENS, Document, has_targets, part
 from lightning_memo.data.resumable_loader import SequenceDataset, balanced_order, end_with_parent
-from lightning_memo.data.tokenizer import Tokenizer, Tokens
 from lightning_memo.parallel.ranks import gather
 
 IGNORED = -100
 """Label of a token that is no target."""
-LEAST_TOKENS = 2
-"""Smallest number of tokens in a useful document: one token and the next one to predict."""
 
 Numbers = npt.NDArray[np.int64]
 
@@ -46,7 +44,9 @@ class Pieces:
     row: Numbers
 
 
-def best_fit(lengths: Numbers, seq_len: int) -> Pieces:
+def best_fit(
+    lengths: Numbers, seq_len: int, is_useful: Callable[[int, int, int], bool] = lambda document, start, stop: True
+) -> Pieces:
     """Packs documents into rows of `seq_len` tokens by best fit, longest documents first.
 
     Documents longer than a row are split into pieces of `seq_len` tokens and a remainder. A remainder of one token is
@@ -55,14 +55,18 @@ def best_fit(lengths: Numbers, seq_len: int) -> Pieces:
     Args:
         lengths: Number of tokens in each document.
         seq_len: Number of tokens in a row.
+        is_useful: Whether a piece of a document that was split, from a start to a stop, is kept.
     """
     counts = -(-lengths // seq_len)
     document = np.repeat(np.arange(len(lengths)), counts)
     nth = np.arange(len(document)) - np.repeat(counts.cumsum() - counts, counts)
     start = nth * seq_len
     stop = np.minimum(start + seq_len, lengths[document])
+    useful = stop - start >= LEAST_TOKENS
+    for n in np.flatnonzero(useful & (counts[document] > 1)):
+        useful[n] = is_useful(int(document[n]), int(start[n]), int(stop[n]))
     longest_first = np.argsort(start - stop, kind="stable")
-    order = longest_first[(stop - start)[longest_first] >= LEAST_TOKENS]
+    order = longest_first[useful[longest_first]]
     row = _rows((stop - start)[order].tolist(), seq_len)
     by_row = np.argsort(row, kind="stable")
     order = order[by_row]
@@ -87,10 +91,10 @@ def _rows(sizes: Sequence[int], seq_len: int) -> Numbers:
 
 
 class _DocumentRows(SequenceDataset):
-    """Rows of `[seq_len]` tokens made of documents.
+    """Rows of `[seq_len]` tokens made of documents. Pieces of documents that were cut have targets, or are left out.
 
     Args:
-        documents: Records with the `ids` of each document, by number.
+        documents: Documents by number, each with targets.
         lengths: Number of tokens in each document.
         seq_len: Number of tokens in a row.
         pad_id: Id that fills the rest of a row.
@@ -103,6 +107,10 @@ class _DocumentRows(SequenceDataset):
 
     def __init__(self, documents: Any, lengths: Numbers, seq_len: int, pad_id: int) -> None:
         self._documents, self._seq_len, self._pad_id = documents, seq_len, pad_id
+        self._masked = len(documents) > 0 and "counted" in documents[0]
+
+    def _is_useful(self, document: int, start: int, stop: int) -> bool:
+        return not self._masked or has_targets(part(self._documents[document], start, stop))
 
 
 class PackedRows(_DocumentRows):
@@ -114,7 +122,7 @@ class PackedRows(_DocumentRows):
 
     def __init__(self, documents: Any, lengths: Numbers, seq_len: int, pad_id: int) -> None:
         super().__init__(documents, lengths, seq_len, pad_id)
-        self._pieces = best_fit(lengths, seq_len)
+        self._pieces = best_fit(lengths, seq_len, self._is_useful)
         self.tokens = int((self._pieces.stop - self._pieces.start).sum())
         self._edges = np.flatnonzero(np.diff(self._pieces.row, prepend=-1, append=-1))
         self.costs = self._costs()
@@ -126,11 +134,11 @@ class PackedRows(_DocumentRows):
     @override
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         p = self._pieces
-        whole = [
-            self._documents[int(p.document[n])]["ids"][p.start[n] : p.stop[n]]
+        pieces = [
+            part(self._documents[int(p.document[n])], p.start[n], p.stop[n])
             for n in range(self._edges[index], self._edges[index + 1])
         ]
-        return packed_row(whole, self._seq_len, self._pad_id)
+        return _packed_row(pieces, self._seq_len, self._pad_id)
 
     def _costs(self) -> npt.NDArray[np.float64]:
         """Returns the squared lengths of the documents of each row, to which the time of attention is proportional."""
@@ -142,16 +150,23 @@ class PackedRows(_DocumentRows):
         return squares
 
 
-def packed_row(documents: Sequence[Tokens], seq_len: int, pad_id: int) -> dict[str, Tensor]:
-    """Returns one row of `PackedRows`."""
+def _packed_row(documents: Sequence[Document], seq_len: int, pad_id: int) -> dict[str, Tensor]:
     ids = torch.full((seq_len,), pad_id)
     labels = torch.full((seq_len,), IGNORED)
-    edges = np.cumsum([0, *map(len, documents)]).tolist()
+    edges = np.cumsum([0, *(len(document["ids"]) for document in documents)]).tolist()
     for document, (start, stop) in zip(documents, pairwise(edges), strict=True):
-        ids[start:stop] = torch.from_numpy(np.asarray(document))
-        labels[start + 1 : stop] = ids[start + 1 : stop]
+        ids[start:stop], labels[start:stop] = _ids_and_labels(document)
+        labels[start] = IGNORED
     positions = torch.cat([torch.arange(stop - start) for start, stop in pairwise([*edges, seq_len])])
     return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def _ids_and_labels(document: Document) -> tuple[Tensor, Tensor]:
+    """Returns the ids and labels of a document, `[tokens]` each."""
+    ids = torch.from_numpy(np.asarray(document["ids"])).long()
+    if "counted" not in document:
+        return ids, ids
+    return ids, ids.masked_fill(~torch.from_numpy(np.asarray(document["counted"])), IGNORED)
 
 
 class PaddedRows(_DocumentRows):
@@ -162,33 +177,31 @@ class PaddedRows(_DocumentRows):
 
     def __init__(self, documents: Any, lengths: Numbers, seq_len: int, pad_id: int) -> None:
         super().__init__(documents, lengths, seq_len, pad_id)
-        self.tokens = int(np.minimum(lengths, seq_len).sum())
+        useful = lengths <= seq_len
+        for n in np.flatnonzero(~useful):
+            useful[n] = self._is_useful(int(n), 0, seq_len)
+        self._kept = np.flatnonzero(useful)
+        self.tokens = int(np.minimum(lengths[self._kept], seq_len).sum())
 
     @override
     def __len__(self) -> int:
-        return len(self._documents)
+        return len(self._kept)
 
     @override
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        document = torch.from_numpy(np.asarray(self._documents[index]["ids"][: self._seq_len])).long()
-        seen = torch.arange(self._seq_len) < len(document)
+        document = part(self._documents[int(self._kept[index])], 0, self._seq_len)
+        size = len(document["ids"])
         ids = torch.full((self._seq_len,), self._pad_id)
-        ids[: len(document)] = document
-        return {"input_ids": ids, "labels": ids.masked_fill(~seen, IGNORED), "attention_mask": seen.long()}
+        labels = torch.full((self._seq_len,), IGNORED)
+        ids[:size], labels[:size] = _ids_and_labels(document)
+        return {"input_ids": ids, "labels": labels, "attention_mask": (torch.arange(self._seq_len) < size).long()}
 
 
 Batch = dict[str, Tensor]
 
 
-class Document(TypedDict):
-    """A record for `_DocumentRows`."""
-
-    ids: Tokens
-
-
 def read_block(
     reader: DocumentReader,
-    tokenizer: Tokenizer,
     enough: Callable[[int, int], bool],
     mine: Callable[[int], bool] = lambda number: True,
 ) -> list[Document]:
@@ -196,17 +209,16 @@ def read_block(
 
     Args:
         reader: Reader, which continues after the last document of the block.
-        tokenizer: Tokenizer of the documents.
         enough: Whether a block with a number of documents and a number of tokens is complete.
         mine: Whether the document with a number belongs to the block.
     """
     block: list[Document] = []
     tokens = 0
-    for number, text in reader:
-        if not mine(number) or len(ids := tokenizer.encode_document(text)) < LEAST_TOKENS:
+    for number, record in reader:
+        if not mine(number) or not has_targets(document := reader.encode(record)):
             continue
-        block.append({"ids": ids})
-        tokens += len(ids)
+        block.append(document)
+        tokens += len(document["ids"])
         if enough(len(block), tokens):
             break
     return block
@@ -232,7 +244,6 @@ class RowStream:
     Attributes:
         documents: Documents to read.
         start: Position of the first training document. Earlier documents are for validation.
-        tokenizer: Tokenizer of the documents.
         rows_of: Makes rows from a block.
         window: Number of rows that are ordered together. A block of documents has about as many.
         seq_len: Number of tokens in a row.
@@ -243,7 +254,6 @@ class RowStream:
 
     documents: DocumentStream
     start: Place
-    tokenizer: Tokenizer
     rows_of: Callable[[list[Document]], _DocumentRows]
     window: int
     seq_len: int
@@ -287,25 +297,26 @@ class RowStream:
         """Yields all rows from a position on, in the order in which they were packed."""
         turn, block, skip = place["round"], place["block"], place["skip"]
         reader = DocumentReader(self.documents, block)
+        found = block != self.start  # a row in this round
         while True:
             rows = self._next_rows(reader, rank, count)
-            if not rows and block == self.start:
-                raise ValueError(
-                    f"path={self.documents.path}: no document is left for data-parallel group {rank + 1} of"
-                    f" {count}; give more documents, or lower val_documents"
-                )
-            if rows:
+            if rows is not None:
                 for index in range(skip, len(rows)):
                     yield _PackedRow({"round": turn, "block": block, "skip": index}, rows, index)
+                found = found or len(rows) > 0
                 block, skip = reader.place(), 0
-            else:
-                turn, block = turn + 1, self.start
+            elif found:
+                turn, block, found = turn + 1, self.start, False
                 reader = DocumentReader(self.documents, block)
+            else:
+                raise ValueError(
+                    f"path={self.documents.source.path}: no document is left for data-parallel group {rank + 1} of"
+                    f" {count}; give more documents, or lower val_documents"
+                )
 
     def _next_rows(self, reader: DocumentReader, rank: int, count: int) -> _DocumentRows | None:
         block = read_block(
             reader,
-            self.tokenizer,
             enough=lambda documents, tokens: tokens >= self.window * self.seq_len,
             mine=lambda number: number % count == rank,
         )
@@ -406,4 +417,4 @@ class StreamLoader:
     def _identity(self) -> dict[str, Any]:
         of = self._batches.stream
         sizes = {"seq_len": of.seq_len, "buffer_rows": of.window, "batch_size": of.batch_size, "balance": of.balance}
-        return {"files": len(of.documents.files), **sizes, "groups": self._batches.count, "seed": of.seed}
+        return {"files": len(of.documents.source.files), **sizes, "groups": self._batches.count, "seed": of.seed}

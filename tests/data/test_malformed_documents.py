@@ -16,7 +16,7 @@ from support.draws import draws
 from support.samples.malformed_documents import malformed_documents
 
 from lightning_memo.data import DocumentsDataModule
-from lightning_memo.data.document_files import DocumentReader, DocumentStream
+from lightning_memo.data.document_files import DocumentFiles, DocumentReader, DocumentStream
 from lightning_memo.data.tokenizer import load_tokenizer
 from lightning_memo.utils.user_errors import user_message
 
@@ -29,8 +29,13 @@ def read_whole(path: Path) -> None:
 
 
 def read_stream(path: Path) -> None:
-    for _, text in DocumentReader(DocumentStream(str(path), None, "text", 0)):
-        load_tokenizer(None).encode_document(text)
+    reader = DocumentReader(stream_of(path))
+    for _, record in reader:
+        reader.encode(record)
+
+
+def stream_of(path: Path) -> DocumentStream:
+    return DocumentStream(DocumentFiles(str(path), None, seed=0), "text", load_tokenizer(None))
 
 
 READS = pytest.mark.parametrize("read", [read_whole, read_stream])
@@ -121,22 +126,23 @@ def stream_of_four_files(folder: Path) -> DocumentStream:
     folder.mkdir()
     for number in range(4):
         (folder / f"{number}.jsonl").write_bytes(DOCUMENT * 2)
-    return DocumentStream(str(folder), None, "text", 0)
+    return stream_of(folder)
 
 
 def test_a_later_file_of_a_stream_is_named(tmp_path: Path) -> None:
     stream = stream_of_four_files(tmp_path / "documents")
-    stream.files[3].write_bytes(DOCUMENT + b"null\n")
+    files = stream.source.files
+    files[3].write_bytes(DOCUMENT + b"null\n")
     reader, read = DocumentReader(stream), []
     with pytest.raises(ValueError, match="it is no JSON object") as error:
         read.extend(reader)
-    assert str(stream.files[3]) in str(error.value)
+    assert str(files[3]) in str(error.value)
 
 
 def test_a_file_that_is_gone_after_the_stream_began_is_named(tmp_path: Path) -> None:
     stream = stream_of_four_files(tmp_path / "documents")
     reader = DocumentReader(stream)
-    stream.files[2].unlink()
+    stream.source.files[2].unlink()
     with pytest.raises(ValueError, match="not readable as json") as error:
         list(reader)
     assert "\n" not in str(error.value) and str(tmp_path / "documents") in str(error.value)
