@@ -152,7 +152,8 @@ class DocumentStream:
 
     Args:
         source: Files of the documents.
-        field: Field of each record that holds the document. A text file is one record with the field `text`.
+        field: Field of each record that holds the document; None for a known one. A text file is one record with the
+            field `text`.
         tokenizer: Tokenizer of the documents.
 
     Attributes:
@@ -162,7 +163,7 @@ class DocumentStream:
         ValueError: A file cannot be read, or its first record has no such field.
     """
 
-    def __init__(self, source: DocumentFiles, field: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, source: DocumentFiles, field: str | None, tokenizer: Tokenizer) -> None:
         self.source = source
         first = next(self.records(source.stream()), None)
         if first is None:

@@ -16,6 +16,10 @@ from lightning_memo.data.tokenizer import Tokenizer, Tokens
 LEAST_TOKENS = 2
 """Smallest number of tokens in a useful document: one token and the next one to predict."""
 
+_PROMPT, _COMPLETION, _TEXT = "prompt", "completion", "text"
+_KNOWN = (_COMPLETION, _TEXT)
+"""Fields that hold documents where the user names none."""
+
 Record = Mapping[str, Any]
 
 
@@ -59,16 +63,18 @@ class DocumentKind(ABC):
 
     Attributes:
         tokenizer: Tokenizer of the documents.
+        field: Name of the field that holds a document, or its end.
         masked: Whether only some tokens of a document count in the loss.
     """
 
     tokenizer: Tokenizer
+    field: str
     masked: ClassVar[bool] = False
 
     @property
-    @abstractmethod
     def fields(self) -> list[str]:
-        """Names of the fields that hold a document."""
+        """Names of all fields that hold a document."""
+        return [self.field]
 
     @abstractmethod
     def holds_document(self, record: Record) -> bool:
@@ -96,18 +102,7 @@ class DocumentKind(ABC):
 
 @dataclass(frozen=True)
 class Texts(DocumentKind):
-    """Texts, each followed by the end-of-sequence token. All tokens count.
-
-    Attributes:
-        field: Name of the field with the text.
-    """
-
-    field: str
-
-    @property
-    @override
-    def fields(self) -> list[str]:
-        return [self.field]
+    """Texts, each followed by the end-of-sequence token. All tokens count."""
 
     @override
     def holds_document(self, record: Record) -> bool:
@@ -126,20 +121,61 @@ def _text(record: Record, field: str) -> str | None:
     return text
 
 
-def kind_of(path: str | None, field: str, names: Iterable[str], tokenizer: Tokenizer) -> DocumentKind:
+@dataclass(frozen=True)
+class PromptCompletions(DocumentKind):
+    """Prompts with their completions, each followed by the end-of-sequence token. The prompt's tokens do not count.
+
+    Both are tokenized together. A token that begins in the prompt and ends in the completion counts.
+    """
+
+    masked: ClassVar[bool] = True
+
+    @property
+    @override
+    def fields(self) -> list[str]:
+        return [_PROMPT, self.field]
+
+    @override
+    def holds_document(self, record: Record) -> bool:
+        return _text(record, _PROMPT) is not None and bool(_text(record, self.field))
+
+    @override
+    def encode(self, record: Record) -> Document:
+        prompt = self.tokenizer.encode(record[_PROMPT])
+        ids = self.tokenizer.encode_document(record[_PROMPT] + record[self.field])
+        return Document(ids=ids, counted=np.arange(len(ids)) >= _common_tokens(prompt, ids))
+
+
+def _common_tokens(first: Tokens, second: Tokens) -> int:
+    """Returns with how many equal tokens two texts begin."""
+    size = min(len(first), len(second))
+    return int(np.append(first[:size] != second[:size], True).argmax())
+
+
+def kind_of(path: str | None, field: str | None, names: Iterable[str], tokenizer: Tokenizer) -> DocumentKind:
     """Returns the kind of the documents of records.
 
     Args:
         path: Path for messages.
-        field: Name of the field that holds the documents.
+        field: Name of the field that holds the documents, or their ends in the case of `completion`; None for that of
+            the known names which the records have.
         names: Names of all fields of the records.
         tokenizer: Tokenizer of the documents.
 
     Raises:
-        ValueError: The records have no such field.
+        ValueError: The records have no such field, or several known ones.
     """
     known = sorted(names)
+    if field is None:
+        found = [name for name in _KNOWN if name in known and (name != _COMPLETION or _PROMPT in known)]
+        field = found[0] if len(found) == 1 else None
+    else:
+        found = []
     if field not in known:
-        remedy = f"give field={known[0]}" if len(known) == 1 else "give the one that holds the text"
-        raise ValueError(f"field={field}: the documents of path={path} have {', '.join(known)}; {remedy}")
+        choice = " or ".join(f"field={name}" for name in found or known)
+        remedy = choice if found or len(known) == 1 else "the one that holds the documents"
+        given = "field" if field is None else f"field={field}"
+        raise ValueError(f"{given}: the documents of path={path} have {', '.join(known)}; give {remedy}")
+    if field == _COMPLETION and _PROMPT in known:
+        return PromptCompletions(tokenizer, field)
     return Texts(tokenizer, field)

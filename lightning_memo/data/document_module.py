@@ -57,7 +57,8 @@ class DocumentsDataModule(SequenceDataModule):
             one document.
         seq_len: Number of tokens in a row, as a number or like "128K".
         batch_size: Number of rows in a batch of one data-parallel process.
-        field: Field of JSON or Parquet records that holds the text.
+        field: Field of JSON or Parquet records that holds the text; None for ``text``, or for ``completion``, which
+            continues the text of the field ``prompt``. The loss is then on the tokens of the completion only.
         suffix: Ending of the file names to read; None for all known formats.
         tokenizer: Folder of a Hugging Face tokenizer; None for one token per byte.
         packing: Whether to pack several documents into a row. Otherwise each row is one document, truncated or padded.
@@ -85,7 +86,7 @@ class DocumentsDataModule(SequenceDataModule):
         path: str | None,
         seq_len: int | str,
         batch_size: int = 1,
-        field: str = "text",
+        field: str | None = None,
         suffix: str | None = None,
         tokenizer: str | None = None,
         packing: bool = True,
@@ -187,7 +188,7 @@ class DocumentsDataModule(SequenceDataModule):
         left = sum(1 for _ in islice(reader, groups))
         if left < groups:
             raise ValueError(
-                f"path={self._path}: {len(kept) + left} document(s) with text in field={self._field}, but"
+                f"path={self._path}: {len(kept) + left} document(s) in field={documents.kind.field}, but"
                 f" validation takes {self._val_documents}, and training needs {groups}; lower val_documents, or"
                 " give more documents, or streaming=False"
             )
@@ -232,15 +233,15 @@ class DocumentsDataModule(SequenceDataModule):
                 num_proc=self.num_workers or None,
                 desc="tokenize",
             )
-        empty, fields = len(records) - len(documents), " and ".join(kind.fields)
+        empty = len(records) - len(documents)
         if not len(documents):
             raise ValueError(
-                f"path={self._path}: none of {empty} document(s) has text in field={fields}; give some that have"
+                f"path={self._path}: none of {empty} document(s) has text in field={kind.field}; give some that have"
             )
         if empty:
             log.warning(
                 "path=%s: %d of %d documents have no text in field=%s, and are left out.",
-                *(self._path, empty, len(records), fields),
+                *(self._path, empty, len(records), kind.field),
             )
         return documents.with_format("numpy")
 

@@ -197,7 +197,7 @@ def test_the_length_of_a_run_is_the_trainers(jsonl: Path) -> None:
         ({"val_documents": 0}, r"val_documents=0: give 1 or more"),
         (
             {"val_documents": 24},
-            r"24 document\(s\) with text in field=text, but validation takes 24, and training",
+            r"24 document\(s\) in field=text, but validation takes 24, and training",
         ),
         ({"field": "body"}, r"field=body: the documents of path=documents.jsonl have number, text; give"),
         ({"path": "nowhere"}, r"path=nowhere: no such file or folder; give"),

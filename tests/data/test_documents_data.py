@@ -35,9 +35,15 @@ from lightning_memo.data.document_rows import IGNORED, PackedRows, PaddedRows, b
 from lightning_memo.models import CausalLM
 
 
-def random_documents(lengths: list[int]) -> list[dict[str, Any]]:
+def random_documents(lengths: list[int], masked: bool) -> list[dict[str, Any]]:
     generator = np.random.default_rng(0)
-    return [{"ids": generator.integers(0, VOCABULARY, n).astype(np.int32)} for n in lengths]
+    documents = [{"ids": generator.integers(0, VOCABULARY, n).astype(np.int32)} for n in lengths]
+    if masked:
+        for document in documents:
+            counted = generator.random(len(document["ids"])) < 0.5
+            counted[1] = True  # a document has a target
+            document["counted"] = counted
+    return documents
 
 
 # ---- rows
@@ -84,6 +90,18 @@ def test_a_row_tells_its_documents_apart() -> None:
     }  # fmt: skip
 
 
+def test_parts_without_targets_are_left_out() -> None:
+    """Their loss would be the mean of no numbers."""
+    document = {"ids": np.arange(12, dtype=np.int32), "counted": np.isin(np.arange(12), [4, 9, 10])}
+    rows = PackedRows([document], np.array([12]), 4, pad_id=1)
+    assert [row["input_ids"].tolist() for row in rows] == [[8, 9, 10, 11]]
+    assert [row["labels"].tolist() for row in rows] == [[IGNORED, 9, 10, IGNORED]]
+    assert len(PaddedRows([document], np.array([12]), 4, pad_id=1)) == 0
+    (row,) = PaddedRows([document], np.array([12]), 6, pad_id=1)
+    assert row["labels"].tolist() == [IGNORED, IGNORED, IGNORED, IGNORED, 4, IGNORED]
+    assert PaddedRows([document], np.array([12]), 6, pad_id=1).tokens == 6
+
+
 # ---- losses
 
 
@@ -95,18 +113,23 @@ def summed_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int
 
 @pytest.mark.parametrize("family", ["llama_gqa", "mistral_window"])
 @pytest.mark.parametrize("rows_of", [PackedRows, PaddedRows])
-def test_rows_teach_what_their_documents_teach_alone(family: str, rows_of: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_rows_teach_what_their_documents_teach_alone(family: str, rows_of: Callable[..., Any], masked: bool) -> None:
     """Rows and documents alone differ by the order of sums: 1e-6 of a gradient's norm, as everywhere."""
     torch.manual_seed(0)
     model, lengths = FAMILIES[family].build().train(), [30, 17, 9, 5, 25, 2, 40, 31]
-    documents = random_documents(lengths)
+    documents = random_documents(lengths, masked)
     rows = rows_of(documents, np.array(lengths), SEQ_LEN, pad_id=0)
     loss, count = summed_loss(model, torch.utils.data.default_collate([rows[n] for n in range(len(rows))]))
     gradients = torch.autograd.grad(loss, list(model.parameters()))
-    alone = [torch.from_numpy(document["ids"]).long()[None] for document in documents]
-    parts = [summed_loss(model, {"input_ids": ids, "labels": ids}) for ids in alone]
+    parts = []
+    for document in documents:
+        ids = torch.from_numpy(document["ids"]).long()[None]
+        counted = torch.from_numpy(document.get("counted", np.full(ids.shape[1], True)))
+        parts.append(summed_loss(model, {"input_ids": ids, "labels": ids.masked_fill(~counted, IGNORED)}))
     expected = sum(part for part, _ in parts)
-    assert count == sum(number for _, number in parts) == sum(lengths) - len(lengths)
+    assert count == sum(number for _, number in parts)
+    assert masked or count == sum(lengths) - len(lengths)
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     for mine, theirs in zip(gradients, torch.autograd.grad(expected, list(model.parameters())), strict=True):
         assert (mine - theirs).norm() <= 2e-6 * theirs.norm()
@@ -243,8 +266,12 @@ def test_other_data_settings_do_not_resume(jsonl: Path) -> None:
         ({"path": "blank.jsonl"}, r"path=blank.jsonl: none of 2 document\(s\) has text in field=text; give"),
         ({"path": "short.txt"}, r"path=short.txt: one document of 2 tokens, which .* by val_fraction=0.2; give more"),
         ({"field": "body"}, r"field=body: the documents of path=documents.jsonl have number, text; give the one"),
-        ({"path": "other.jsonl"}, r"field=text: the documents of path=other.jsonl have body; give field=body$"),
+        ({"path": "other.jsonl"}, r"^field: the documents of path=other.jsonl have body; give field=body$"),
         ({"field": "number"}, r"documents.jsonl, line 1: field=number holds int, not text; give a field with text"),
+        ({"path": "several.jsonl"}, r"^field: .* have completion, prompt, text; give field=completion or field=text$"),
+        ({"path": "neither.jsonl"}, r"^field: .* have body, prompt; give the one that holds the documents$"),
+        ({"path": "pair.jsonl"}, r"^path=pair.jsonl, line 2: field=prompt holds int, not text; give"),
+        ({"path": "pair.jsonl", "num_workers": 2}, r"^path=pair.jsonl, line 2: field=prompt holds int, not text; give"),
         ({"path": "mixed.jsonl"}, r"path=mixed.jsonl, line 2: field=text holds list, not text"),
         ({"path": "mixed_broken.jsonl"}, r"path=mixed_broken.jsonl, line 3: not readable as json"),
         (
@@ -272,6 +299,9 @@ def test_mistakes_are_named_in_one_line(
     for name, content in {"nothing.jsonl": "", "lines.jsonl": "\n\n", "list.json": "[]"}.items():
         Path(name).write_text(content)
     Path("other.jsonl").write_text('{"body": "a"}\n')
+    Path("several.jsonl").write_text('{"text": "a", "prompt": "b", "completion": "c"}\n')
+    Path("neither.jsonl").write_text('{"prompt": "a", "body": "b"}\n')
+    Path("pair.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": 1, "completion": "b"}\n')
     Path("broken.jsonl").write_text('{"text": "a"}\n{"te')
     Path("mixed.jsonl").write_text('{"text": "a"}\n{"text": ["b"]}\n{"text": "c"}')
     Path("mixed_broken.jsonl").write_text('{"text": "a"}\n{"text": ["b"]}\n{"te')
