@@ -17,7 +17,8 @@ import fsspec
 import numpy as np
 from lightning_utilities.core.imports import RequirementCache
 
-from lightning_memo.data.document_kinds import Document, DocumentKind, Record, WrongRecord, kind_of
+from lightning_memo.data.document_kinds import kind_of
+from lightning_memo.data.documents import Document, DocumentKind, Record, WrongRecord
 from lightning_memo.data.tokenizer import Tokenizer
 from lightning_memo.utils.process import is_rank_zero
 from lightning_memo.utils.user_errors import one_line
@@ -111,6 +112,16 @@ class DocumentFiles:
                 _check_json(file)
                 self._checked.add(file)
 
+    def _where(self, is_right: Callable[[Record], bool] = lambda record: True, near: int | None = None) -> str:
+        """Returns the first file and line that is no record, or else that is not right; the path if none is found.
+
+        Args:
+            is_right: Whether a record is right.
+            near: As for `reading`.
+        """
+        files = self.files if near is None else self.files[near : near + 2]
+        return _where(files, is_right) or f"path={self.path}"
+
     @contextmanager
     def reading(self, kind: DocumentKind | None = None, near: int | None = None) -> Iterator[None]:
         """Within this context, errors of `datasets` and wrong records become one line with file, line and reason.
@@ -124,25 +135,28 @@ class DocumentFiles:
         """
         import datasets  # takes seconds
 
-        def where(is_right: Callable[[dict[str, Any]], bool] = lambda record: True) -> str:
-            files = self.files if near is None else self.files[near : near + 2]
-            return _where(files, is_right) or f"path={self.path}"
-
         level = datasets.logging.get_verbosity()
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs errors with row numbers of file chunks
         try:
             yield
         except WrongRecord as error:
             assert kind is not None
-            raise ValueError(f"{where(kind.is_right)}: {error}") from None
+            raise ValueError(f"{self._where(kind.is_right, near)}: {error}") from None
         except StopIteration:
-            raise ValueError(f"{where()}: no documents in it; give a file or folder that has some") from None
+            raise ValueError(
+                f"{self._where(near=near)}: no documents in it; give a file or folder that has some"
+            ) from None
         except Exception as error:  # decompressors, Arrow and JSON each raise types of their own
             if _NOTHING in str(error):
-                raise ValueError(f"{where()}: no documents in it; give a file or folder that has some") from error
-            raise ValueError(
-                f"{where()}: not readable as {self._format}: {_reason(error)}; correct the file, or leave it out"
-            ) from error
+                raise ValueError(
+                    f"{self._where(near=near)}: no documents in it; give a file or folder that has some"
+                ) from error
+            if _is_cast(error) and (others := _other_fields(self.files)):
+                raise ValueError(
+                    f"path={self.path}: {others}; give files of one kind, or choose them by suffix"
+                ) from error
+            why = f"not readable as {self._format}: {_reason(error)}"
+            raise ValueError(f"{self._where(near=near)}: {why}; correct the file, or leave it out") from error
         finally:
             datasets.logging.set_verbosity(level)
 
@@ -155,20 +169,28 @@ class DocumentStream:
         field: Field of each record that holds the document; None for a known one. A text file is one record with the
             field `text`.
         tokenizer: Tokenizer of the documents.
+        chat_template: Template of chats; see `lightning_memo.data.chats.load_chat_template`.
 
     Attributes:
         kind: Kind of the documents.
 
     Raises:
-        ValueError: A file cannot be read, or its first record has no such field.
+        ValueError: A file cannot be read, its first record has no such field, or chats are written with the date.
     """
 
-    def __init__(self, source: DocumentFiles, field: str | None, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, source: DocumentFiles, field: str | None, tokenizer: Tokenizer, chat_template: str | None = None
+    ) -> None:
         self.source = source
         first = next(self.records(source.stream()), None)
         if first is None:
             raise ValueError(f"path={source.path}: no documents in it; give a file or folder that has some")
-        self.kind = kind_of(source.path, field, first, tokenizer)
+        self.kind = kind_of(source.path, field, first, tokenizer, chat_template)
+        if self.kind.writes_date:
+            raise ValueError(
+                "chat_template: it writes the date, so a stream that resumes on another day would be another one; give"
+                " chat_template=FILE, one without strftime_now, or streaming=False"
+            )
 
     def records(self, opened: Any) -> Iterator[dict[str, Any]]:
         """Yields the records of an opened stream.
@@ -386,7 +408,7 @@ def _opened(file: Path) -> Any:
     return fsspec.open(str(file), "rb", compression="infer")
 
 
-def _where(files: Sequence[Path], is_right: Callable[[dict[str, Any]], bool]) -> str:
+def _where(files: Sequence[Path], is_right: Callable[[Record], bool]) -> str:
     """Returns the first file and line that is no JSON object, or else that is not right; empty if there is none.
 
     Args:
@@ -398,7 +420,7 @@ def _where(files: Sequence[Path], is_right: Callable[[dict[str, Any]], bool]) ->
     )
 
 
-def _first_line(files: Sequence[Path], is_right: Callable[[dict[str, Any] | None], bool]) -> str:
+def _first_line(files: Sequence[Path], is_right: Callable[[Record | None], bool]) -> str:
     for file in files:
         if not _uncompressed(file).endswith(".jsonl"):
             continue
@@ -410,6 +432,25 @@ def _first_line(files: Sequence[Path], is_right: Callable[[dict[str, Any] | None
                         return f"path={file}, line {number}"
         except _READING_ERRORS:
             return f"path={file}, line {number + 1}"
+    return ""
+
+
+def _other_fields(files: Sequence[Path]) -> str:
+    """Returns two files whose first records have different fields, with these; empty if there are none."""
+    first: tuple[Path, list[str]] | None = None
+    for file in files:
+        found: list[str] = []
+
+        def is_last(record: Record | None, found: list[str] = found) -> bool:
+            found.extend(record or {})
+            return False
+
+        _first_line([file], is_last)
+        if not found:
+            continue
+        first = first or (file, found)
+        if set(found) != set(first[1]):
+            return " and ".join(f"{name.name} has {', '.join(fields)}" for name, fields in (first, (file, found)))
     return ""
 
 
@@ -427,6 +468,13 @@ def _reason(error: BaseException) -> str:
     cause = list(_causes(error))[-1]
     text = "".join(c if c.isprintable() else " " for c in str(cause))
     return re.sub(r" in row \d+$", "", one_line(text)).rstrip(".") or type(cause).__name__
+
+
+def _is_cast(error: BaseException) -> bool:
+    """Whether records of a file do not fit to those of the files before."""
+    from datasets.table import CastError
+
+    return any(isinstance(cause, CastError) for cause in _causes(error))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

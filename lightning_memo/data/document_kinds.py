@@ -1,103 +1,20 @@
-"""Documents of records: the ids of their tokens, and which of these count in the loss."""
+"""Kinds of documents that records hold: texts, prompts with completions, and chats."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypedDict
+from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
-from typing_extensions import NotRequired, override
+from typing_extensions import override
 
+from lightning_memo.data.chats import PROMPT, TOOLS, ChatCompletions, Chats, load_chat_template
+from lightning_memo.data.documents import Document, DocumentKind, Record, WrongRecord
 from lightning_memo.data.tokenizer import Tokenizer, Tokens
 
-LEAST_TOKENS = 2
-"""Smallest number of tokens in a useful document: one token and the next one to predict."""
-
-_PROMPT, _COMPLETION, _TEXT = "prompt", "completion", "text"
-_KNOWN = (_COMPLETION, _TEXT)
+_MESSAGES, _COMPLETION, _TEXT = "messages", "completion", "text"
+_KNOWN = (_MESSAGES, _COMPLETION, _TEXT)
 """Fields that hold documents where the user names none."""
-
-Record = Mapping[str, Any]
-
-
-class Document(TypedDict):
-    """A document as tokens.
-
-    Attributes:
-        ids: Ids `[tokens]`.
-        counted: Which tokens `[tokens]` count in the loss; all if it is absent.
-    """
-
-    ids: Tokens
-    counted: NotRequired[npt.NDArray[np.bool_]]
-
-
-def part(document: Document, start: int, stop: int) -> Document:
-    """Returns the tokens from `start` to before `stop`."""
-    cut = Document(ids=document["ids"][start:stop])
-    if "counted" in document:
-        cut["counted"] = document["counted"][start:stop]
-    return cut
-
-
-def has_targets(document: Document) -> bool:
-    """Whether a token after the first one counts; nothing predicts the first."""
-    return len(document["ids"]) >= LEAST_TOKENS and ("counted" not in document or bool(document["counted"][1:].any()))
-
-
-def counted_ids(document: Document) -> Tokens:
-    """Returns the ids of the tokens that count."""
-    return document["ids"][document["counted"]] if "counted" in document else document["ids"]
-
-
-class WrongRecord(Exception):
-    """A record is no document. The message says why, and what to do."""
-
-
-@dataclass(frozen=True)
-class DocumentKind(ABC):
-    """A kind of documents, and how records hold them.
-
-    Attributes:
-        tokenizer: Tokenizer of the documents.
-        field: Name of the field that holds a document, or its end.
-        masked: Whether only some tokens of a document count in the loss.
-    """
-
-    tokenizer: Tokenizer
-    field: str
-    masked: ClassVar[bool] = False
-
-    @property
-    def fields(self) -> list[str]:
-        """Names of all fields that hold a document."""
-        return [self.field]
-
-    @abstractmethod
-    def holds_document(self, record: Record) -> bool:
-        """Whether a record holds a document, or nothing.
-
-        Raises:
-            WrongRecord: Its fields hold something else.
-        """
-
-    @abstractmethod
-    def encode(self, record: Record) -> Document:
-        """Returns the document of a record that holds one.
-
-        Raises:
-            WrongRecord: The record has no tokens that it could teach.
-        """
-
-    def is_right(self, record: Record) -> bool:
-        """Whether a record holds a document that can be encoded, or nothing."""
-        try:
-            return not self.holds_document(record) or bool(self.encode(record))
-        except WrongRecord:
-            return False
 
 
 @dataclass(frozen=True)
@@ -130,19 +47,14 @@ class PromptCompletions(DocumentKind):
 
     masked: ClassVar[bool] = True
 
-    @property
-    @override
-    def fields(self) -> list[str]:
-        return [_PROMPT, self.field]
-
     @override
     def holds_document(self, record: Record) -> bool:
-        return _text(record, _PROMPT) is not None and bool(_text(record, self.field))
+        return _text(record, PROMPT) is not None and bool(_text(record, self.field))
 
     @override
     def encode(self, record: Record) -> Document:
-        prompt = self.tokenizer.encode(record[_PROMPT])
-        ids = self.tokenizer.encode_document(record[_PROMPT] + record[self.field])
+        prompt = self.tokenizer.encode(record[PROMPT])
+        ids = self.tokenizer.encode_document(record[PROMPT] + record[self.field])
         return Document(ids=ids, counted=np.arange(len(ids)) >= _common_tokens(prompt, ids))
 
 
@@ -152,22 +64,26 @@ def _common_tokens(first: Tokens, second: Tokens) -> int:
     return int(np.append(first[:size] != second[:size], True).argmax())
 
 
-def kind_of(path: str | None, field: str | None, names: Iterable[str], tokenizer: Tokenizer) -> DocumentKind:
+def kind_of(
+    path: str | None, field: str | None, first: Record, tokenizer: Tokenizer, chat_template: str | None
+) -> DocumentKind:
     """Returns the kind of the documents of records.
 
     Args:
         path: Path for messages.
         field: Name of the field that holds the documents, or their ends in the case of `completion`; None for that of
             the known names which the records have.
-        names: Names of all fields of the records.
+        first: First record.
         tokenizer: Tokenizer of the documents.
+        chat_template: As for `lightning_memo.data.chats.load_chat_template`.
 
     Raises:
-        ValueError: The records have no such field, or several known ones.
+        ValueError: The records have no such field, or several known ones, or they are chats for which there is no
+            template.
     """
-    known = sorted(names)
+    known = sorted(first)
     if field is None:
-        found = [name for name in _KNOWN if name in known and (name != _COMPLETION or _PROMPT in known)]
+        found = [name for name in _KNOWN if name in known and (name != _COMPLETION or PROMPT in known)]
         field = found[0] if len(found) == 1 else None
     else:
         found = []
@@ -176,6 +92,11 @@ def kind_of(path: str | None, field: str | None, names: Iterable[str], tokenizer
         remedy = choice if found or len(known) == 1 else "the one that holds the documents"
         given = "field" if field is None else f"field={field}"
         raise ValueError(f"{given}: the documents of path={path} have {', '.join(known)}; give {remedy}")
-    if field == _COMPLETION and _PROMPT in known:
-        return PromptCompletions(tokenizer, field)
-    return Texts(tokenizer, field)
+    is_completion, is_chat = field == _COMPLETION and PROMPT in known, isinstance(first[field], list)
+    if not is_chat and field != _MESSAGES:
+        return PromptCompletions(tokenizer, field, (PROMPT,)) if is_completion else Texts(tokenizer, field, ())
+    template = load_chat_template(tokenizer, chat_template)
+    others = (TOOLS,) if TOOLS in known else ()
+    if is_completion:
+        return ChatCompletions(tokenizer, field, (PROMPT, *others), template)
+    return Chats(tokenizer, field, others, template)

@@ -13,15 +13,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_memo.data.document_files import DocumentFiles, DocumentReader, DocumentStream, find_files
-from lightning_memo.data.document_kinds import (
-    LEAST_TOKENS,
-    Document,
-    DocumentKind,
-    Record,
-    counted_ids,
-    has_targets,
-    kind_of,
-)
+from lightning_memo.data.document_kinds import kind_of
 from lightning_memo.data.document_rows import (
     Numbers,
     PackedRows,
@@ -30,6 +22,7 @@ from lightning_memo.data.document_rows import (
     StreamLoader,
     read_block,
 )
+from lightning_memo.data.documents import LEAST_TOKENS, Document, DocumentKind, Record, counted_ids, has_targets
 from lightning_memo.data.resumable_loader import ResumableLoader
 from lightning_memo.data.text_module import Loaded, SequenceDataModule, cut_end, entropy
 from lightning_memo.data.tokenizer import Tokenizer, load_tokenizer
@@ -57,8 +50,9 @@ class DocumentsDataModule(SequenceDataModule):
             one document.
         seq_len: Number of tokens in a row, as a number or like "128K".
         batch_size: Number of rows in a batch of one data-parallel process.
-        field: Field of JSON or Parquet records that holds the text; None for ``text``, or for ``completion``, which
-            continues the text of the field ``prompt``. The loss is then on the tokens of the completion only.
+        field: Field of JSON or Parquet records that holds the documents; None for the one of these that they have:
+            ``text``; ``messages``, chats in which the loss is on the tokens of the assistant; or ``completion``, text
+            or messages that continue the field ``prompt`` and alone count in the loss.
         suffix: Ending of the file names to read; None for all known formats.
         tokenizer: Folder of a Hugging Face tokenizer; None for one token per byte.
         packing: Whether to pack several documents into a row. Otherwise each row is one document, truncated or padded.
@@ -75,6 +69,9 @@ class DocumentsDataModule(SequenceDataModule):
         balance: Whether the packed rows of a global batch have documents of similar lengths, so that attention takes
             about as long on all data-parallel processes. Their order is still random, and every row comes once. In a
             stream, whose processes read different documents, it is the rows of similar rank by cost that come together.
+        chat_template: File of a Jinja template that writes chats; "trl" for the one that TRL trains the tokenizer with;
+            None for the tokenizer's own. A template marks what the assistant writes by ``{% generation %}``, or writes
+            each turn alike whatever follows it.
 
     Raises:
         ValueError: ``seq_len``, ``batch_size``, ``buffer_rows`` or ``val_documents`` is too small, ``val_fraction`` is
@@ -97,11 +94,12 @@ class DocumentsDataModule(SequenceDataModule):
         buffer_rows: int = 32,
         val_documents: int = 100,
         balance: bool = True,
+        chat_template: str | None = None,
     ) -> None:
         super().__init__(seq_len, batch_size, seed, num_workers, tokenizer, balance)
         if streaming and num_workers > 1:
             raise ValueError(f"num_workers={num_workers}: with streaming=True give 0, or 1 that reads ahead")
-        self._path, self._field, self._suffix = path, field, suffix
+        self._path, self._suffix, self._field, self._chat_template = path, suffix, field, chat_template
         self._rows = PackedRows if packing else PaddedRows
         self._val_fraction, self._streaming = read_fraction("val_fraction", val_fraction), streaming
         self._buffer_rows = read_whole_number("buffer_rows", buffer_rows)
@@ -181,7 +179,8 @@ class DocumentsDataModule(SequenceDataModule):
 
     def _stream(self, tokenizer: Tokenizer) -> Loaded:
         """Uses the first documents for validation and streams the others."""
-        documents = DocumentStream(DocumentFiles(self._path, self._suffix, self._seed), self._field, tokenizer)
+        files = DocumentFiles(self._path, self._suffix, self._seed)
+        documents = DocumentStream(files, self._field, tokenizer, self._chat_template)
         reader = DocumentReader(documents)
         kept = read_block(reader, enough=lambda count, tokens: count >= self._val_documents)
         start, (_, groups) = reader.place(), self._data_parallel()
@@ -217,7 +216,9 @@ class DocumentsDataModule(SequenceDataModule):
         """Returns all documents that have targets, each with the number of its `tokens`."""
         source = DocumentFiles(self._path, self._suffix)
         records = source.load()
-        kind = kind_of(self._path, self._field, records.features, tokenizer)
+        with source.reading():
+            first = records[0]
+        kind = kind_of(self._path, self._field, first, tokenizer, self._chat_template)
         from datasets import Features, List, Value
 
         columns = {"ids": List(Value("int32")), "tokens": Value("int64")}

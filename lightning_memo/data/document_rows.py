@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from typing_extensions import override
 
 from lightning_memo.data.document_files import DocumentReader, DocumentStream, Place
-from lightning_memo.data.document_kinds import LEAST_TOKENS, Document, has_targets, part
+from lightning_memo.data.documents import LEAST_TOKENS, Document, has_targets, part
 from lightning_memo.data.resumable_loader import SequenceDataset, balanced_order, end_with_parent
 from lightning_memo.parallel.ranks import gather
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,8 @@ class Tokenizer:
     """Upper bound of the ids; every id is smaller."""
     eos_id: int
     """Id that ends each document."""
+    of_transformers: Any = None
+    """The tokenizer of transformers, which has a chat template; None for bytes."""
 
     def encode_document(self, text: str) -> Tokens:
         """Returns the ids of a document, followed by the end-of-sequence id."""
@@ -87,4 +90,5 @@ def _hf_tokenizer(folder: str) -> Tokenizer:
         return np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
 
     # Not the number of ids, because some tokenizers skip numbers.
-    return Tokenizer(encode=encode, vocab_size=max(tokenizer.get_vocab().values()) + 1, eos_id=tokenizer.eos_token_id)
+    vocab_size = max(tokenizer.get_vocab().values()) + 1
+    return Tokenizer(encode=encode, vocab_size=vocab_size, eos_id=tokenizer.eos_token_id, of_transformers=tokenizer)

@@ -12,7 +12,6 @@ from support.samples.documents import module
 from support.samples.models import run as run_recorded
 
 from lightning_memo.data.document_rows import IGNORED
-from lightning_memo.models import CausalLM
 
 
 @pytest.fixture
@@ -43,12 +42,7 @@ def test_labels_are_those_of_trl(files: dict[str, Any]) -> None:
 @pytest.mark.parametrize("changes", [{}, {"streaming": True, "val_documents": 12, "buffer_rows": 3}])
 def test_a_resumed_run_goes_on(changes: dict[str, Any], files: dict[str, Any], tmp_path: Path) -> None:
     def run(name: str, ckpt_path: Path | None = None) -> Any:
-        return run_recorded(tmp_path / name, module(**files | changes), ckpt_path, _Model)
+        return run_recorded(tmp_path / name, module(**files | changes), ckpt_path, model={"vocab_size": 600})
 
     whole = run("whole")
     assert run("resumed", tmp_path / "whole" / "step=8.ckpt") == whole[8:]
-
-
-class _Model(CausalLM):
-    def __init__(self, settings: dict[str, Any], **more: Any) -> None:
-        super().__init__({"config": settings["config"] | {"vocab_size": 600}}, **more)

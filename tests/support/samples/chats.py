@@ -1,4 +1,4 @@
-"""A small tokenizer of characters and merged words, and prompts with their completions."""
+"""A small tokenizer with chat templates, drawn chats and prompts, and what TRL makes of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
+from trl import chat_template_utils as trl_templates
 
 from lightning_memo.models import ModelConfig, build_model
 from support.samples.models import TINY
@@ -44,6 +45,34 @@ def text(chance: random.Random, least: int = 1) -> str:
 def pairs(count: int) -> list[dict[str, str]]:
     chance = random.Random(0)
     return [{"prompt": text(chance, 0), "completion": text(chance)} for _ in range(count)]
+
+
+TEMPLATES = {
+    "qwen2_5": trl_templates.qwen2_5_chat_template,
+    "qwen3": trl_templates.qwen3_chat_template,
+    "llama3": trl_templates.llama3_chat_template,
+    "gemma": trl_templates.gemma_chat_template,
+    "phi3": trl_templates.phi3_chat_template,
+}
+
+
+def training_template(name: str) -> str:
+    """Returns the template with marks that TRL trains tokenizers of a template of `TEMPLATES` with."""
+    found = trl_templates.get_training_chat_template(tokenizer(TEMPLATES[name]))
+    assert found is not None
+    return str(found)
+
+
+def chats(count: int, system: bool = True, turns: int = 6) -> list[dict[str, Any]]:
+    """Returns drawn chats of 1 to `turns` turns of the assistant, some with a system message and some empty."""
+    chance, drawn = random.Random(2), []
+    for _ in range(count):
+        messages = [{"role": "system", "content": text(chance)}] if system and chance.random() < 0.5 else []
+        for _ in range(chance.randint(1, turns)):
+            messages.append({"role": "user", "content": text(chance, 0)})
+            messages.append({"role": "assistant", "content": text(chance, 0)})
+        drawn.append({"messages": messages})
+    return drawn
 
 
 def tokenizer(chat_template: str | None = None, eos: str = "<|endoftext|>", bos: str = "<bos>") -> Any:

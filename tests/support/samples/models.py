@@ -47,7 +47,7 @@ class Record(Callback):
         )
 
 
-def run(folder, data, ckpt_path=None, module=CausalLM, **changes):
+def run(folder, data, ckpt_path=None, module=CausalLM, model=None, **changes):
     record = Record()
     trainer = Trainer(
         accelerator="cpu",
@@ -59,5 +59,7 @@ def run(folder, data, ckpt_path=None, module=CausalLM, **changes):
         default_root_dir=folder,
         **changes,
     )
-    trainer.fit(module({"config": MODEL}, lr=1e-2, warmup_steps=3), datamodule=data, ckpt_path=ckpt_path)
+    trainer.fit(
+        module({"config": MODEL | (model or {})}, lr=1e-2, warmup_steps=3), datamodule=data, ckpt_path=ckpt_path
+    )
     return record.batches
