@@ -2,8 +2,8 @@
 
     python examples/finetune_documents.py --model FOLDER --documents FILE_OR_FOLDER --seq-len 131072 --lora 16
 
-All weights are trained, or LoRA adapters with --lora. Documents are JSON lines or Parquet files with a field "text", or
-text files. Without --model and --documents, the script creates tiny ones and takes seconds on a CPU. For several GPUs,
+All weights are trained, or LoRA adapters with --lora. Documents are JSON lines or Parquet files with texts ("text"), chats
+("messages") or prompts with completions ("prompt", "completion"), text files, or a data set of the Hugging Face Hub. Without --model and --documents, the script creates tiny ones and takes seconds on a CPU. For several GPUs,
 start it with torchrun and set the parallel sizes of MemoStrategy.
 """
 
@@ -50,7 +50,7 @@ class FineTuning(LightningModule):
 def main(folder: Path) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder of a saved model and its tokenizer")
-    parser.add_argument("--documents", help="file or folder of documents")
+    parser.add_argument("--documents", help="file, folder or data set of the Hub")
     parser.add_argument("--seq-len", type=int, default=256)
     parser.add_argument("--lora", type=int, default=0, help="rank of the adapters; 0 trains all weights")
     parser.add_argument("--lr", type=float, default=1e-3)

@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import fsspec
 import numpy as np
-from lightning_utilities.core.imports import RequirementCache
+from typing_extensions import override
 
 from lightning_memo.data.document_kinds import kind_of
+from lightning_memo.data.document_source import DocumentSource, load_records
 from lightning_memo.data.documents import Document, DocumentKind, Record, WrongRecord
 from lightning_memo.data.tokenizer import Tokenizer
-from lightning_memo.utils.process import is_rank_zero
 from lightning_memo.utils.user_errors import one_line
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_DATASETS = RequirementCache("datasets>=4")
 _FORMATS = {
     ".jsonl": "json",
     ".jsonl.gz": "json",
@@ -53,8 +52,8 @@ class _Refused(Exception):
     """A file has JSON that crashes the process in Arrow."""
 
 
-class DocumentFiles:
-    """The files of a path, which Hugging Face `datasets` reads.
+class DocumentFiles(DocumentSource):
+    """The files of a path.
 
     Args:
         path: File, or folder that is searched recursively.
@@ -69,42 +68,29 @@ class DocumentFiles:
     """
 
     def __init__(self, path: str | None, suffix: str | None, seed: int | None = None) -> None:
-        _check_installed()
-        self.path = path
+        super().__init__(path)
         self._format, self.files = find_files(path, suffix)
         if seed is not None:
             order = np.random.default_rng(seed).permutation(len(self.files))
             self.files = [self.files[n] for n in order]
         self._checked: set[Path] = set()
 
+    @override
     def load(self) -> Dataset:
-        """Returns all records, memory-mapped from a copy in the cache of `datasets`.
-
-        Raises:
-            ValueError: A file cannot be read. The message is one line with the file and line number.
-        """
         self._check(self.files)
         with self.reading():
-            records: Dataset = _load_files(self._format, self.files, streaming=False)
+            records: Dataset = self._load(streaming=False)
         return records
 
+    @override
     def stream(self) -> Any:
-        """Returns the records as an `IterableDataset` of `datasets`, which reads the first file to find the fields.
-
-        Raises:
-            ValueError: As for `load`.
-        """
-        self.check_near(0)
         with self.reading(near=0):
-            return _load_files(self._format, self.files, streaming=True)
+            return self._load(streaming=True)  # which reads the first file to find the fields
 
-    def check_near(self, file: int) -> None:
-        """Checks a file and the next two for JSON that `datasets` cannot survive. It reads one of them next.
-
-        Raises:
-            ValueError: A file has such JSON.
-        """
-        self._check(self.files[file : file + 3])
+    def _load(self, streaming: bool) -> Any:
+        options = {"sample_by": "document", "encoding_errors": "replace"} if self._format == "text" else {}
+        names = [str(file) for file in self.files]
+        return load_records(self._format, data_files=names, split="train", streaming=streaming, **options)
 
     def _check(self, files: Iterable[Path]) -> None:
         for file in files:
@@ -122,26 +108,23 @@ class DocumentFiles:
         files = self.files if near is None else self.files[near : near + 2]
         return _where(files, is_right) or f"path={self.path}"
 
+    @override
+    def place_of_wrong(self, kind: DocumentKind, near: int | None) -> str:
+        return self._where(kind.is_right, near)
+
+    @override
     @contextmanager
-    def reading(self, kind: DocumentKind | None = None, near: int | None = None) -> Iterator[None]:
-        """Within this context, errors of `datasets` and wrong records become one line with file, line and reason.
-
-        Args:
-            kind: Kind of the documents that are encoded within the context.
-            near: Number of the file that is being read, or of the one before; None if any file may be.
-
-        Raises:
-            ValueError: `datasets` cannot read the files, or a record is no document.
-        """
+    def reading(self, near: int | None = None) -> Iterator[None]:
         import datasets  # takes seconds
 
+        if near is not None:
+            self._check(self.files[near : near + 3])  # the one that is read next is among them
         level = datasets.logging.get_verbosity()
         datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it logs errors with row numbers of file chunks
         try:
             yield
-        except WrongRecord as error:
-            assert kind is not None
-            raise ValueError(f"{self._where(kind.is_right, near)}: {error}") from None
+        except WrongRecord:
+            raise
         except StopIteration:
             raise ValueError(
                 f"{self._where(near=near)}: no documents in it; give a file or folder that has some"
@@ -165,7 +148,7 @@ class DocumentStream:
     """Documents that are read one after the other, in the order within each file.
 
     Args:
-        source: Files of the documents.
+        source: Source of the records.
         field: Field of each record that holds the document; None for a known one. A text file is one record with the
             field `text`.
         tokenizer: Tokenizer of the documents.
@@ -173,18 +156,21 @@ class DocumentStream:
 
     Attributes:
         kind: Kind of the documents.
+        parts: Number of files.
 
     Raises:
         ValueError: A file cannot be read, its first record has no such field, or chats are written with the date.
     """
 
     def __init__(
-        self, source: DocumentFiles, field: str | None, tokenizer: Tokenizer, chat_template: str | None = None
+        self, source: DocumentSource, field: str | None, tokenizer: Tokenizer, chat_template: str | None = None
     ) -> None:
         self.source = source
-        first = next(self.records(source.stream()), None)
+        opened = source.stream()
+        first = next(self.records(opened), None)
         if first is None:
             raise ValueError(f"path={source.path}: no documents in it; give a file or folder that has some")
+        self.parts: int = opened.num_shards
         self.kind = kind_of(source.path, field, first, tokenizer, chat_template)
         if self.kind.writes_date:
             raise ValueError(
@@ -200,7 +186,6 @@ class DocumentStream:
         """
         records = iter(opened)
         while True:
-            self.source.check_near(_file(opened))
             with self.source.reading(near=_file(opened)):
                 record = next(records, None)
             if record is None:
@@ -255,45 +240,24 @@ class DocumentReader:
         Raises:
             ValueError: The record is no document. The message is one line with the file and line number.
         """
-        with self._reading():
+        with self._naming():
             return self._stream.kind.encode(record)
 
     def _read(self) -> Iterator[tuple[int, Record]]:
         for record in self._stream.records(self._records):
-            with self._reading():
+            with self._naming():
                 found = self._stream.kind.holds_document(record)
             if found:
                 self._number += 1
                 yield self._number - 1, record
 
-    def _reading(self) -> AbstractContextManager[None]:
-        return self._stream.source.reading(self._stream.kind, near=_file(self._records))
+    def _naming(self) -> AbstractContextManager[None]:
+        return self._stream.source.naming(self._stream.kind, near=_file(self._records))
 
 
-def _check_installed() -> None:
-    """Checks that `datasets` is installed.
-
-    Raises:
-        ValueError: It is not installed.
-    """
-    if not _DATASETS:
-        raise ValueError("DocumentsDataModule reads files with datasets; pip install 'lightning-memo[datasets]'")
-
-
-def _load_files(kind: str, files: Sequence[Path], streaming: bool) -> Any:
-    """Loads files of one format: a `Dataset`, or if `streaming`, an `IterableDataset` in the order of the files."""
-    from datasets import config, disable_progress_bars, load_dataset  # takes seconds
-
-    if not is_rank_zero():
-        disable_progress_bars()
-    options = {"sample_by": "document", "encoding_errors": "replace"} if kind == "text" else {}
-    names = [str(file) for file in files]
-    # The Hub's counter of downloads would be asked for every data set, and waited for where there is no network.
-    counts, config.HF_UPDATE_DOWNLOAD_COUNTS = config.HF_UPDATE_DOWNLOAD_COUNTS, False
-    try:
-        return load_dataset(kind, data_files=names, split="train", streaming=streaming, **options)
-    finally:
-        config.HF_UPDATE_DOWNLOAD_COUNTS = counts
+def is_file_name(path: str) -> bool:
+    """Whether a path ends like the name of a file that can be read."""
+    return path.endswith((*_FORMATS, *_COMPRESSED))
 
 
 def find_files(path: str | None, suffix: str | None) -> tuple[str, list[Path]]:

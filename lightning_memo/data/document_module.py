@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_memo.data.document_files import DocumentFiles, DocumentReader, DocumentStream, find_files
+from lightning_memo.data.document_files import DocumentFiles, DocumentReader, DocumentStream, is_file_name
 from lightning_memo.data.document_kinds import kind_of
 from lightning_memo.data.document_rows import (
     Numbers,
@@ -22,11 +22,14 @@ from lightning_memo.data.document_rows import (
     StreamLoader,
     read_block,
 )
+from lightning_memo.data.document_source import DocumentSource
 from lightning_memo.data.documents import LEAST_TOKENS, Document, DocumentKind, Record, counted_ids, has_targets
+from lightning_memo.data.hub_documents import HubDocuments
 from lightning_memo.data.resumable_loader import ResumableLoader
 from lightning_memo.data.text_module import Loaded, SequenceDataModule, cut_end, entropy
 from lightning_memo.data.tokenizer import Tokenizer, load_tokenizer
 from lightning_memo.parallel.batches.packed_documents import find_mixed_documents
+from lightning_memo.shapes.hf_config import is_hub_id
 from lightning_memo.utils.units import read_fraction, read_whole_number
 
 log = logging.getLogger(__name__)
@@ -46,8 +49,8 @@ class DocumentsDataModule(SequenceDataModule):
     tokenizer starts at once.
 
     Args:
-        path: File, or folder that is searched for ``.jsonl``, ``.json``, ``.parquet`` and text files. A text file is
-            one document.
+        path: File, or folder that is searched for ``.jsonl``, ``.json``, ``.parquet`` and text files, or a data set of
+            the Hugging Face Hub, like "HuggingFaceH4/ultrachat_200k". A text file is one document.
         seq_len: Number of tokens in a row, as a number or like "128K".
         batch_size: Number of rows in a batch of one data-parallel process.
         field: Field of JSON or Parquet records that holds the documents; None for the one of these that they have:
@@ -72,6 +75,8 @@ class DocumentsDataModule(SequenceDataModule):
         chat_template: File of a Jinja template that writes chats; "trl" for the one that TRL trains the tokenizer with;
             None for the tokenizer's own. A template marks what the assistant writes by ``{% generation %}``, or writes
             each turn alike whatever follows it.
+        subset: Name of a configuration of a data set of the Hub; None for the default.
+        split: Split of a data set of the Hub.
 
     Raises:
         ValueError: ``seq_len``, ``batch_size``, ``buffer_rows`` or ``val_documents`` is too small, ``val_fraction`` is
@@ -95,6 +100,8 @@ class DocumentsDataModule(SequenceDataModule):
         val_documents: int = 100,
         balance: bool = True,
         chat_template: str | None = None,
+        subset: str | None = None,
+        split: str = "train",
     ) -> None:
         super().__init__(seq_len, batch_size, seed, num_workers, tokenizer, balance)
         if streaming and num_workers > 1:
@@ -102,6 +109,7 @@ class DocumentsDataModule(SequenceDataModule):
         self._path, self._suffix, self._field, self._chat_template = path, suffix, field, chat_template
         self._rows = PackedRows if packing else PaddedRows
         self._val_fraction, self._streaming = read_fraction("val_fraction", val_fraction), streaming
+        self._subset, self._split = subset, split
         self._buffer_rows = read_whole_number("buffer_rows", buffer_rows)
         self._val_documents = read_whole_number("val_documents", val_documents)
         if streaming:
@@ -130,12 +138,22 @@ class DocumentsDataModule(SequenceDataModule):
 
     @override
     def load(self) -> Loaded:
-        find_files(self._path, self._suffix)  # whether there are documents comes before how they are read
+        source = self._source()  # whether there are documents comes before how they are read
         tokenizer = load_tokenizer(self.tokenizer)
-        return self._stream(tokenizer) if self._streaming else self._whole(tokenizer)
+        return self._stream(source, tokenizer) if self._streaming else self._whole(source, tokenizer)
 
-    def _whole(self, tokenizer: Tokenizer) -> Loaded:
-        train, val = self._split(self._tokenized(tokenizer))
+    def _source(self) -> DocumentSource:
+        path = self._path
+        if isinstance(path, str) and is_hub_id(path) and not is_file_name(path):
+            return HubDocuments(path, self._subset, self._split)
+        files = DocumentFiles(path, self._suffix, self._seed if self._streaming else None)
+        if self._subset is not None or self._split != "train":
+            given = f"subset={self._subset}, split={self._split}"
+            raise ValueError(f"{given}: path={path} is no data set of the Hub, which alone has these; omit them")
+        return files
+
+    def _whole(self, source: DocumentSource, tokenizer: Tokenizer) -> Loaded:
+        train, val = self._divide(self._tokenized(source, tokenizer))
         rows = self._rows_of(train, tokenizer)
         self._check_filled(rows)
         return Loaded(
@@ -145,7 +163,7 @@ class DocumentsDataModule(SequenceDataModule):
             unigram_entropy=entropy(_counts(train, tokenizer.vocab_size)),
         )
 
-    def _split(self, documents: Any) -> list[Any]:
+    def _divide(self, documents: Any) -> list[Any]:
         """Returns the documents for training and those for validation."""
         if len(documents) == 1:
             from datasets import Dataset
@@ -177,10 +195,9 @@ class DocumentsDataModule(SequenceDataModule):
                 *(self._path, 100 * share, len(rows), self.seq_len),
             )
 
-    def _stream(self, tokenizer: Tokenizer) -> Loaded:
+    def _stream(self, source: DocumentSource, tokenizer: Tokenizer) -> Loaded:
         """Uses the first documents for validation and streams the others."""
-        files = DocumentFiles(self._path, self._suffix, self._seed)
-        documents = DocumentStream(files, self._field, tokenizer, self._chat_template)
+        documents = DocumentStream(source, self._field, tokenizer, self._chat_template)
         reader = DocumentReader(documents)
         kept = read_block(reader, enough=lambda count, tokens: count >= self._val_documents)
         start, (_, groups) = reader.place(), self._data_parallel()
@@ -212,9 +229,8 @@ class DocumentsDataModule(SequenceDataModule):
             unigram_entropy=entropy(np.bincount(np.concatenate([counted_ids(document) for document in kept]))),
         )
 
-    def _tokenized(self, tokenizer: Tokenizer) -> Any:
+    def _tokenized(self, source: DocumentSource, tokenizer: Tokenizer) -> Any:
         """Returns all documents that have targets, each with the number of its `tokens`."""
-        source = DocumentFiles(self._path, self._suffix)
         records = source.load()
         with source.reading():
             first = records[0]
@@ -222,7 +238,7 @@ class DocumentsDataModule(SequenceDataModule):
         from datasets import Features, List, Value
 
         columns = {"ids": List(Value("int32")), "tokens": Value("int64")}
-        with source.reading(kind):  # records are decoded only here
+        with source.naming(kind), source.reading():  # records are decoded only here
             documents = records.map(
                 _Tokenize(kind),
                 batched=True,

@@ -417,4 +417,4 @@ class StreamLoader:
     def _identity(self) -> dict[str, Any]:
         of = self._batches.stream
         sizes = {"seq_len": of.seq_len, "buffer_rows": of.window, "batch_size": of.batch_size, "balance": of.balance}
-        return {"files": len(of.documents.source.files), **sizes, "groups": self._batches.count, "seed": of.seed}
+        return {"files": of.documents.parts, **sizes, "groups": self._batches.count, "seed": of.seed}

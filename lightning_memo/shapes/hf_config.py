@@ -21,6 +21,11 @@ MODEL_FILES: Final = (*TOKENIZER_FILES, "*.safetensors")
 _HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
+def is_hub_id(path: str) -> bool:
+    """Whether a path does not exist and has the form of an id of the Hub."""
+    return not Path(path).exists() and _HUB_ID.fullmatch(path) is not None
+
+
 @cache
 def hub_folder(path: str, files: tuple[str, ...], setting: str) -> Path:
     """Return the path, or the folder of downloaded files if the path does not exist and has the form of a Hub id.
@@ -35,7 +40,7 @@ def hub_folder(path: str, files: tuple[str, ...], setting: str) -> Path:
     Raises:
         ValueError: The files cannot be downloaded. The message has the command that downloads them.
     """
-    if Path(path).exists() or not _HUB_ID.fullmatch(path):
+    if not is_hub_id(path):
         return Path(path)
     # Takes a third of a second, and is not needed for local folders.
     from huggingface_hub import snapshot_download

@@ -194,7 +194,7 @@ def test_a_folder_of_several_kinds_is_refused(streaming: bool, seed: int, tmp_pa
         loaded = data.load()
         list(islice(loaded.train.rows(None, 0, 1), 200))  # type: ignore[union-attr]
 
-    with pytest.raises(ValueError, match="a.jsonl has messages and b.jsonl has text; give files of one") as caught:
+    with pytest.raises(ValueError, match=r"a.jsonl has messages and b.jsonl has text; give files of one") as caught:
         read()
     assert "\n" not in str(caught.value)
 

@@ -354,7 +354,7 @@ def test_the_first_process_shows_progress(
 
 
 def test_without_the_library_a_line_tells_how_to_get_it(jsonl: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_memo.data.document_files._DATASETS", False)
+    monkeypatch.setattr("lightning_memo.data.document_source._DATASETS", False)
     with pytest.raises(ValueError, match=r"pip install 'lightning-memo\[datasets\]'"):
         module(jsonl).setup()
 
