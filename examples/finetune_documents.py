@@ -2,8 +2,9 @@
 
     python examples/finetune_documents.py --model FOLDER --documents FILE_OR_FOLDER --seq-len 131072 --lora 16
 
-All weights are trained, or LoRA adapters with --lora. Documents are JSON lines or Parquet files with texts ("text"), chats
-("messages") or prompts with completions ("prompt", "completion"), text files, or a data set of the Hugging Face Hub. Without --model and --documents, the script creates tiny ones and takes seconds on a CPU. For several GPUs,
+All weights are trained, or LoRA adapters with --lora. Documents are JSON lines or Parquet files with texts ("text"),
+chats ("messages") or prompts with completions ("prompt", "completion"), text files, or a data set of the Hugging Face
+Hub. Without --model and --documents, the script creates tiny ones and takes seconds on a CPU. For several GPUs,
 start it with torchrun and set the parallel sizes of MemoStrategy.
 """
 

@@ -172,7 +172,7 @@ class DocumentsDataModule(SequenceDataModule):
             if "counted" in documents.features or min(map(len, parts)) < LEAST_TOKENS:
                 raise ValueError(
                     f"path={self._path}: one document of {documents[0]['tokens']} tokens, which training and validation"
-                    f" cannot share by val_fraction={self._val_fraction}; give more text"
+                    f" cannot share by val_fraction={self._val_fraction}; give more documents"
                 )
             return [
                 Dataset.from_dict({"ids": [ids], "tokens": [len(ids)]}, documents.features).with_format("numpy")
@@ -184,7 +184,16 @@ class DocumentsDataModule(SequenceDataModule):
 
     def _rows_of(self, documents: Any, tokenizer: Tokenizer) -> PackedRows | PaddedRows:
         lengths: Numbers = np.asarray(documents["tokens"][:], dtype=np.int64)
-        return self._rows(documents.remove_columns("tokens"), lengths, self.seq_len, tokenizer.eos_id)
+        rows = self._rows(documents.remove_columns("tokens"), lengths, self.seq_len, tokenizer.eos_id)
+        return self._refuse_no_rows(rows)
+
+    def _refuse_no_rows(self, rows: PackedRows | PaddedRows) -> PackedRows | PaddedRows:
+        if not len(rows):
+            raise ValueError(
+                f"seq_len={self.seq_len}: no row of training, or none of validation, has a token that counts in the"
+                f" loss; raise seq_len, or give more documents than those of path={self._path}"
+            )
+        return rows
 
     def _check_filled(self, rows: PackedRows | PaddedRows) -> None:
         share = rows.tokens / (len(rows) * self.seq_len)
@@ -205,8 +214,8 @@ class DocumentsDataModule(SequenceDataModule):
         if left < groups:
             raise ValueError(
                 f"path={self._path}: {len(kept) + left} document(s) in field={documents.kind.field}, but"
-                f" validation takes {self._val_documents}, and training needs {groups}; lower val_documents, or"
-                " give more documents, or streaming=False"
+                f" validation takes {self._val_documents}, and training needs {groups}; lower val_documents,"
+                " give more documents, or set streaming=False"
             )
 
         def rows_of(block: list[Document]) -> PackedRows | PaddedRows:
@@ -224,7 +233,7 @@ class DocumentsDataModule(SequenceDataModule):
                 balance=self._balance,
                 seed=self._seed,
             ),
-            val=rows_of(kept),
+            val=self._refuse_no_rows(rows_of(kept)),
             vocab_size=tokenizer.vocab_size,
             unigram_entropy=entropy(np.bincount(np.concatenate([counted_ids(document) for document in kept]))),
         )
@@ -253,11 +262,11 @@ class DocumentsDataModule(SequenceDataModule):
         empty = len(records) - len(documents)
         if not len(documents):
             raise ValueError(
-                f"path={self._path}: none of {empty} document(s) has text in field={kind.field}; give some that have"
+                f"path={self._path}: none of {empty} document(s) has anything in field={kind.field}; give some"
             )
         if empty:
             log.warning(
-                "path=%s: %d of %d documents have no text in field=%s, and are left out.",
+                "path=%s: %d of %d documents have nothing in field=%s, and are left out.",
                 *(self._path, empty, len(records), kind.field),
             )
         return documents.with_format("numpy")

@@ -199,6 +199,15 @@ def test_a_folder_of_several_kinds_is_refused(streaming: bool, seed: int, tmp_pa
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_too_short_for_an_answer_are_refused(streaming: bool, tmp_path: Path) -> None:
+    path = write(tmp_path / "chats.jsonl", [RIGHT] * 9)
+    folder = save_tokenizer(tmp_path / "tokenizer", TEMPLATES["llama3"])
+    data = module(path, tokenizer=folder, packing=False, seq_len=4, streaming=streaming, val_documents=2)
+    with pytest.raises(ValueError, match=r"^seq_len=4: no row .* has a token that counts in the loss; raise seq_len"):
+        data.setup()
+
+
 def test_a_chat_of_a_table_is_quoted(tmp_path: Path) -> None:
     Dataset.from_list([RIGHT, chat("user", "user")]).to_parquet(tmp_path / "chats.parquet")
     folder = save_tokenizer(tmp_path / "tokenizer", TEMPLATES["llama3"])

@@ -263,7 +263,7 @@ def test_other_data_settings_do_not_resume(jsonl: Path) -> None:
         ({"path": "lines.jsonl"}, r"^path=lines.jsonl: no documents in it; give a file"),
         ({"path": "list.json"}, r"^path=list.json: no documents in it; give a file"),
         ({"seq_len": "many"}, r"^seq_len='many' is not a number of tokens .* 128K or 1M"),
-        ({"path": "blank.jsonl"}, r"path=blank.jsonl: none of 2 document\(s\) has text in field=text; give"),
+        ({"path": "blank.jsonl"}, r"path=blank.jsonl: none of 2 document\(s\) has anything in field=text; give"),
         ({"path": "short.txt"}, r"path=short.txt: one document of 2 tokens, which .* by val_fraction=0.2; give more"),
         ({"field": "body"}, r"field=body: the documents of path=documents.jsonl have number, text; give the one"),
         ({"path": "other.jsonl"}, r"^field: the documents of path=other.jsonl have body; give field=body$"),
@@ -338,7 +338,7 @@ def test_documents_without_text_are_counted_with_their_field(jsonl: Path, caplog
     with jsonl.open("a") as file:
         file.write(json.dumps({"body": "text", "number": 0}) + "\n")
     module(jsonl).setup()
-    assert f"1 of {len(TEXTS) + 1} documents have no text in field=text, and are left out." in caplog.text
+    assert f"1 of {len(TEXTS) + 1} documents have nothing in field=text, and are left out." in caplog.text
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
