@@ -149,7 +149,11 @@ def losses_of(path: Path, packing: bool, cache: Path, **strategy: Any) -> list[f
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", [True, False])
-def test_the_strategy_trains_documents_as_lightning_does(packing: bool, jsonl: Path, cache: Path) -> None:
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_strategy_trains_documents_as_lightning_does(packing: bool, masked: bool, jsonl: Path, cache: Path) -> None:
+    if masked:
+        pairs = [{"prompt": text[: len(text) // 2], "completion": text[len(text) // 2 :]} for text in TEXTS]
+        jsonl.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     expected = losses_of(jsonl, packing, cache)
     assert losses_of(jsonl, packing, cache, alpha=0.5) == pytest.approx(expected, rel=1e-6)
     sharded = run_in_processes(2, losses_of, jsonl, packing, cache, alpha=0.5, context_parallel_size=2)
