@@ -109,6 +109,13 @@ class DocumentFiles(DocumentSource):
         return _where(files, is_right) or f"path={self.path}"
 
     @override
+    def part_of(self, opened: Any) -> int:
+        state = opened.state_dict()
+        while "examples_iterable" in state:
+            state = state["examples_iterable"]
+        return int(state["shard_idx"])
+
+    @override
     def place_of_wrong(self, kind: DocumentKind, near: int | None) -> str:
         return self._where(kind.is_right, near)
 
@@ -186,19 +193,11 @@ class DocumentStream:
         """
         records = iter(opened)
         while True:
-            with self.source.reading(near=_file(opened)):
+            with self.source.reading(near=self.source.part_of(opened)):
                 record = next(records, None)
             if record is None:
                 return
             yield record
-
-
-def _file(opened: Any) -> int:
-    """Returns the number of the file that is being read, or of the one before."""
-    state = opened.state_dict()
-    while "examples_iterable" in state:
-        state = state["examples_iterable"]
-    return int(state["shard_idx"])
 
 
 class DocumentReader:
@@ -252,7 +251,7 @@ class DocumentReader:
                 yield self._number - 1, record
 
     def _naming(self) -> AbstractContextManager[None]:
-        return self._stream.source.naming(self._stream.kind, near=_file(self._records))
+        return self._stream.source.naming(self._stream.kind, near=self._stream.source.part_of(self._records))
 
 
 def is_file_name(path: str) -> bool:

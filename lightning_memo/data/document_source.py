@@ -60,6 +60,10 @@ class DocumentSource(ABC):
             ValueError: `datasets` cannot read the records, or would not survive those of a part.
         """
 
+    def part_of(self, opened: Any) -> int | None:
+        """Returns the number of the part that an opened stream reads, or of the one before; None if it is unknown."""
+        return None
+
     def place_of_wrong(self, kind: DocumentKind, near: int | None) -> str:
         """Returns the place of the first record that is no document of a kind, as precisely as it is known."""
         return f"path={self.path}"
