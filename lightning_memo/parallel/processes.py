@@ -24,7 +24,12 @@ from lightning_memo.parallel.batches.loss_arguments import (
     takes_loss_arguments,
     why_loss_unfit,
 )
-from lightning_memo.parallel.batches.packed_documents import find_mixed_documents, has_axes, separate_documents
+from lightning_memo.parallel.batches.packed_documents import (
+    find_mixed_documents,
+    has_axes,
+    has_recurrences,
+    separate_documents,
+)
 from lightning_memo.parallel.batches.place_documents import pairs_of_a_token
 from lightning_memo.parallel.batches.same_batches import (
     check_even,
@@ -351,6 +356,7 @@ class Processes:
             joins_rows=bool(hosts) and find_mixed_documents(model, makes_cache=False) is None,
             may_need_padding=may_need_padding,
             pairs=pairs_of_a_token(_hidden_size(model)),
+            has_recurrences=has_recurrences(model),
         )
 
     def _may_place(self, model: nn.Module, hands_states: bool) -> bool:

@@ -82,6 +82,19 @@ def by_routers(model: nn.Module, batch: Batch, items: Tensor) -> Tensor:
     return loss
 
 
+def by_padding(model: nn.Module, batch: Batch, items: Tensor) -> Tensor:
+    """A loss of the logits of all tokens, those of padding among them, of which the model gets no labels."""
+    given = {name: t for name, t in batch.items() if name != "labels"}
+    log_p = model(**given).logits.log_softmax(-1)
+    return -log_p.gather(-1, given["input_ids"][..., None]).mean()
+
+
+def by_labels_of_padding(model: nn.Module, batch: Batch, items: Tensor) -> Tensor:
+    """The model's loss, with labels that are not -100 for padding."""
+    loss: Tensor = model(**batch | {"labels": batch["input_ids"]}).loss
+    return loss
+
+
 Loss = Callable[[nn.Module, Batch, Tensor], Tensor]
 Outcome = tuple[list[float], list[float], list[Tensor]]
 
@@ -161,10 +174,15 @@ CASES = [
     (2, "ddp", "mixtral_balanced", by_routers, ULYSSES | HALF),
     (2, "ddp", "qwen2_5_vl", by_the_model, RING | HALF),
     (2, "ddp", "gemma3", by_the_model, ULYSSES | HALF),
+    (2, "ddp", "llama", by_padding, RING | HALF),
+    (4, "ddp", "llama_gqa", by_padding, {"context_parallel_size": 4, "ulysses_size": 2}),
+    (2, "fsdp2", "gemma3_mixed_windows", by_padding, ULYSSES | HALF),
+    (2, "ddp", "mistral_window", by_labels_of_padding, RING | HALF),
+    (2, "ddp", "llama", by_labels_of_padding, ULYSSES | HIDDEN),
 ]
 
 
-@slow_if(lambda case: case not in CASES[:2])
+@slow_if(lambda case: case not in (*CASES[:2], (2, "ddp", "llama", by_padding, RING | HALF)))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, (*case[:3], case[3].__name__, *case[4]))))
 def test_processes_that_share_rows(case: tuple[int, str, str, Loss, dict[str, Any]]) -> None:
     processes, kind, family, loss_of, settings = case

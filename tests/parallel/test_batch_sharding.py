@@ -252,10 +252,21 @@ def test_right_padding_becomes_lengths(tokens, lengths, expected):
         assert "attention_mask" not in part
 
 
-def test_labels_of_padding_are_refused():
+def test_padding_is_used_unless_all_of_its_labels_are_ignored():
     batch = make_batch(tokens=8, ignored=0.0) | {"attention_mask": mask_of(5, 8, tokens=8)}
-    with pytest.raises(ValueError, match=r"padding has labels.*labels\[attention_mask == 0\] = -100"):
-        shard_all(batch, sharders(ring=2))
+    ignored = {"labels": batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)}
+    without = {name: t for name, t in batch.items() if name != "labels"}
+    for data, used in ((batch, True), (batch | ignored, False), (without, True)):
+        assert [layout.uses_padding for _, layout in shard_all(data, sharders(ring=2))] == [used] * 2
+
+
+def test_recurrences_get_no_padding_mask():
+    batch = make_batch(tokens=8, ignored=0.0) | {"attention_mask": mask_of(5, 8, tokens=8)}
+    recurrent = BatchSharder(ring=2, takes_loss_arguments=True, has_recurrences=True)
+    with pytest.raises(ValueError, match=r"padding has labels, and recurrences .*labels\[attention_mask == 0\] = -100"):
+        recurrent.shard(batch)
+    with pytest.warns(UserWarning, match="recurrences get no padding mask .*leave padding out of the loss"):
+        recurrent.shard({name: t for name, t in batch.items() if name != "labels"})
 
 
 def test_packed_documents():

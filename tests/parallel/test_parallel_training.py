@@ -23,6 +23,7 @@ from support.modes import BY_KIND
 from support.parallel_training import Run, train_alone, train_together
 from support.samples.configurations import BOUND, CONFIGURATIONS
 from support.stacks import layer_stacks
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_memo.engine import TestMode
@@ -123,6 +124,19 @@ def test_long_sequences_with_sequence_parallelism(configuration: str, family: st
 @pytest.mark.parametrize("configuration", ["cp3 ring", "cp4 ulysses2 x ring2"])
 def test_padded_rows(configuration: str) -> None:
     check(configuration, Run(family="llama_gqa", tokens=301, padded=True, steps=2), alpha=0.5)
+
+
+def labelled_padding(number: int, row: dict[str, Tensor]) -> dict[str, Tensor]:
+    return row | {"labels": row["input_ids"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream_from_host", ["none", "attention"])
+@pytest.mark.parametrize("configuration", ["tp2+sp", "cp2 ring", "cp4 ulysses2 x ring2"])
+def test_labels_of_padding(configuration: str, stream_from_host: str) -> None:
+    run = Run(family="llama_gqa", tokens=61, padded=True, change=labelled_padding, steps=2, layers=3)
+    slices = {} if stream_from_host == "none" else {"stream_from_host": stream_from_host, "slice_tokens": 6}
+    check(configuration, run, alpha=0.5, **slices)
 
 
 @pytest.mark.slow

@@ -249,8 +249,11 @@ def sharded(batch: Batch, **settings: Any) -> tuple[Batch, TokenLayout]:
 
 def test_rows_that_must_stay_rows() -> None:
     of_rows = {"weights": torch.ones(len(PADDED))}
+    counted = padded(*PADDED)
+    counted["labels"] = counted["input_ids"]  # the loss of padding counts
     for batch, settings in (
         (padded(*PADDED) | of_rows, {}),
+        (counted, {}),
         (padded(*PADDED), {"joins_rows": False}),
         (padded(*PADDED), {"may_need_padding": lambda: True}),
         (packed(LONG_AND_SHORT, LONG_AND_SHORT), {"joins_rows": False}),

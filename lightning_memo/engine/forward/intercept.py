@@ -127,7 +127,7 @@ def _answer(
         refuse_without_grad("attention")
     if layout is not None:  # the model knows documents and padding only for its own part of the tokens
         shared = None if layout.placement is None else layout.placement.shared_tokens
-        lengths = None if spec.causal else layout.lengths
+        lengths = layout.lengths if layout.uses_padding or not spec.causal else None
         spec = replace(spec, documents=layout.documents, lengths=lengths, shared_tokens=shared)
     token, modes = _handler.set(None), _leave_own_modes()
     try:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -84,6 +85,7 @@ class BatchSharder:
         joins_rows: Whether they may be those of several rows, which then follow one another in one row.
         may_need_padding: Returns whether a module may relate tokens to those of the padding, which is then kept.
         pairs: As `pairs` of :class:`~lightning_memo.parallel.batches.place_documents.PlacingCosts`.
+        has_recurrences: Whether layers have recurrences, which in one process take padding as zeros.
     """
 
     ring: int = 1
@@ -107,6 +109,7 @@ class BatchSharder:
     joins_rows: bool = False
     may_need_padding: Callable[[], bool] = lambda: False
     pairs: int = 1
+    has_recurrences: bool = False
 
     @property
     def cuts(self) -> bool:
@@ -229,20 +232,20 @@ class BatchSharder:
         largest, mask = largest_position(batch, tokens), batch.get("attention_mask")
         lengths = None if mask is None else right_padded_lengths(mask)
         documents = self.documents_of(batch, rows)
-        if lengths is not None and targets is not None and bool(((targets != IGNORED) & (mask == 0)).any()):
-            raise ValueError(
-                "padding has labels, and the hidden states of padding are others where processes share tokens, as "
-                "causal attention is computed without the padding mask: set them to -100 "
-                "(labels[attention_mask == 0] = -100)"
-            )
-        may_place &= lengths is None or targets is not None  # a loss of padding needs the hidden states of padding
-        placement = self._place(rows, tokens, lengths, documents) if may_place else None
+        counts_padding = (
+            targets is not None and lengths is not None and bool(((targets != IGNORED) & (mask == 0)).any())
+        )
+        uses_padding = lengths is not None and (targets is None or counts_padding)
+        if uses_padding and self.has_recurrences:
+            _tell_of_padding(counts_padding)
+        placement = self._place(rows, tokens, lengths, documents) if may_place and not uses_padding else None
         if placement is not None:
             rows, tokens, lengths, documents = 1, placement.tokens, None, (placement.starts,)
         return self._layout(
             rows,
             tokens,
             lengths=lengths,
+            uses_padding=uses_padding,
             shards=self.shards,
             bounds=self.bounds_of(rows, self._padded(tokens) // (self.ring * self.ulysses * self.shards)),
             global_slices=self.global_slices,
@@ -343,6 +346,21 @@ def has_rows_of_tokens(batch: Mapping[str, Any], rows: int, tokens: int) -> bool
         or (isinstance(value, Tensor) and (value.ndim == 0 or value.shape[:2] in ((rows, tokens), (1, tokens))))
         for value in batch.values()
     )
+
+
+def _tell_of_padding(has_labels: bool) -> None:
+    """Tells that a loss may use hidden states of padding behind recurrences.
+
+    Args:
+        has_labels: Whether padding has labels, so that a loss does use them.
+
+    Raises:
+        ValueError: It has.
+    """
+    why = "recurrences get no padding mask where processes share tokens, which changes hidden states of padding"
+    if has_labels:
+        raise ValueError(f"padding has labels, and {why}: set them to -100 (labels[attention_mask == 0] = -100)")
+    rank_zero_warn(f"{why}: leave padding out of the loss")
 
 
 def rows_of(batch: Batch) -> int:

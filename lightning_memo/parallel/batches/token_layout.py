@@ -233,6 +233,8 @@ class TokenLayout:
         documents: Positions in each batch row at which documents start, the first at 0; `None` for one document per
             row.
         lengths: Number of valid tokens in each batch row (right padding); `None` if all tokens are valid.
+        uses_padding: Whether a loss may use the hidden states of padding. Causal attention then hides the keys of
+            padding, as in one process. Otherwise only padding would see them.
         largest_position: Largest position of the batch without padding, on which some rotary frequencies depend;
             `None` for `tokens - 1`.
         padding: Number of tokens by which all rows were padded on the right.
@@ -253,6 +255,7 @@ class TokenLayout:
     contiguous: bool = False
     documents: Documents | None = None
     lengths: tuple[int, ...] | None = None
+    uses_padding: bool = False
     largest_position: int | None = None
     padding: int = 0
     placement: DocumentPlacement | None = None
