@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader
 
 from lightning_memo.config import MemoConfig
@@ -514,10 +515,19 @@ def _share_weights(module: nn.Module, device: torch.device) -> None:
         module: Module of the same architecture on all processes.
         device: Device of this process.
     """
-    for t in [*module.parameters(), *module.buffers()]:
+    for t in _plain_parts([*module.parameters(), *module.buffers()]):
         there = t.data.to(device).contiguous()
         dist.broadcast(there, src=0)
         t.data.copy_(there)
+
+
+def _plain_parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yields the tensors that have bytes themselves; quantised ones of torchao are made of others."""
+    for t in tensors:
+        if is_traceable_wrapper_subclass(t):
+            yield from _plain_parts(getattr(t, name) for name in t.__tensor_flatten__()[0])
+        else:
+            yield t
 
 
 def _was_divided(module: nn.Module, division: str, stage: bool) -> bool:

@@ -51,8 +51,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from lightning_memo.parallel.collectives import all_gather_single
@@ -197,15 +198,27 @@ def _make_unit(
         reduce_dtype=torch.float32,
         cast_forward_inputs=casts,
     )
+    packed = {p for p in unit.parameters() if _is_packed(p)}
     if stage == 0:
-        replicate(unit, mesh=mesh, mp_policy=policy, offload_policy=home)
+        replicate(unit, mesh=mesh, mp_policy=policy, offload_policy=home, ignored_params=packed)
         return
     after = again and stage == 3
     fully_shard(
-        unit, mesh=mesh, reshard_after_forward=after, shard_placement_fn=place, mp_policy=policy, offload_policy=home
-    )
+        unit, mesh=mesh, reshard_after_forward=after, shard_placement_fn=place, mp_policy=policy, offload_policy=home,
+        ignored_params=packed,
+    )  # fmt: skip
     if after and neighbours is not None:
         _shard_over_neighbours(unit, neighbours)
+
+
+def _is_packed(p: nn.Parameter) -> bool:
+    """Whether a weight is quantised and frozen.
+
+    Each rank has all of it: a shard would lose the scales that bitsandbytes keeps as attributes, and torchao's weights
+    do not divide.
+    """
+    is_wrapper = is_traceable_wrapper_subclass(p) and not isinstance(p, DTensor)
+    return not p.is_floating_point() or (is_wrapper and not p.requires_grad)
 
 
 def _shard_over_neighbours(unit: nn.Module, neighbours: DeviceMesh) -> None:
