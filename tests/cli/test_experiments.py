@@ -56,7 +56,9 @@ def test_experiments_are_the_papers_settings_and_fit_its_machine(cell: dict[str,
     assert load_hf_config(ModelConfig(**OmegaConf.to_container(cfg.model))).max_position_embeddings >= cfg.data.seq_len
     parallel = {"tp": sizes.tensor, "cp": sizes.context, "dp": sizes.data, "zero_stage": cfg.strategy.zero_stage}
     forced = [f"parallel.{name}={size}" for name, size in parallel.items()]
-    asked = composed("estimate", "model=gpt_7b", "cluster=a800", f"seq_len={cfg.data.seq_len}", *forced)
+    asked = composed(
+        "estimate", "model=gpt_7b", "cluster=a800", f"seq_len={cfg.data.seq_len}", "batch_size=16", *forced
+    )
     settings: dict[str, Any] = OmegaConf.to_container(asked)
     _, ranking = answer(read_settings(settings, "gpt_7b"), progress=False)
     assert ranking.best.status == "ok"

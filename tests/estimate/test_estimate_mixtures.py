@@ -339,6 +339,7 @@ def test_a_folder_of_a_mixture(tmp_path: Path, in_process: Any, monkeypatch: pyt
     settings += ["parallel.dp=2", "parallel.expert_parallel_size=2"]
     status, out, err = in_process(main, *settings)
     assert (status, err) == (0, "")
+    out = " ".join(out.split())
     assert "of them active" in out and "TP 1, CP 1, DP 2, PP 1, EP 2" in out
     status, out, _ = in_process(main, *settings, "output=json")
     assert json.loads(out)["parallel"]["expert_parallel_size"] == 2
