@@ -123,7 +123,7 @@ def losses(folder: Path) -> list[float]:
 @pytest.mark.usefixtures("documents")
 @pytest.mark.parametrize("more", [[], ["data.streaming=true", "data.val_documents=6"]], ids=["whole", "streamed"])
 def test_the_command_of_finetuning_runs(more: list[str], in_process: Any, tmp_path: Path) -> None:
-    (command,) = re.findall(r"^python -m lightning_memo\.train (experiment=.*)$", FINETUNING.read_text(), re.MULTILINE)
+    command, *_ = re.findall(r"^python -m lightning_memo\.train (experiment=.*)$", FINETUNING.read_text(), re.MULTILINE)
     status, _, err = in_process(main, *command.split(), *TINY_RUN, "data.tokenizer=null", "data.seq_len=64", *more)
     assert status == 0, err
     assert "knows" not in err, "positions are extended to the length of rows"
