@@ -206,7 +206,7 @@ def _refuse(args: TrainingArguments) -> None:
     Raises:
         ValueError: An argument does.
     """
-    for name in ("gradient_checkpointing", "activation_checkpointing"):  # of older and newer versions
+    for name in ("activation_checkpointing", "gradient_checkpointing"):  # of newer and older versions
         if getattr(args, name, False):
             raise ValueError(
                 f"{name}=True contradicts MemoCallback, which recomputes activations itself: set {name}=False in the "

@@ -21,7 +21,7 @@ from lightning_memo.callbacks.monitor import memory_peaks
 from lightning_memo.engine.timeline_recorder import TimelineRecorder
 from lightning_memo.reports.run_page import NAME, RunReport
 from lightning_memo.reports.schedule import draw_schedule, write_trace
-from lightning_memo.reports.tables import memory_table
+from lightning_memo.reports.tables import memory_table, plan_shortage
 from lightning_memo.utils.messages import tell
 from lightning_memo.utils.units import format_bytes, format_seconds
 
@@ -229,9 +229,10 @@ class WriteReport(Callback):
 def _answers(plan: Plan) -> dict[str, str]:
     """Whether the run fits, and what limits it."""
     needed, there = format_bytes(plan.device_bytes), format_bytes(plan.budget.device_bytes)
+    shortage = plan_shortage(plan, can_have_more=True)
     return {
-        "fits": f"no, {needed} of {there}" if plan.device_excess_bytes else f"yes, {needed} of {there}",
-        "what limits a step, and what would help": plan.reason,
+        "fits": f"no, {needed} of {there}" if shortage else f"yes, {needed} of {there}",
+        "what limits a step, and what would help": shortage or plan.reason,
     }
 
 

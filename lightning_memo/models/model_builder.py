@@ -183,8 +183,9 @@ def _extend_context(
 ) -> None:
     """Changes the configuration of a model so that its rotary positions support longer sequences.
 
-    The scaling replaces the saved one. If several types of layers have their own rotary positions, those of full
-    attention are scaled, because the others attend within a window.
+    The scaling replaces the saved one. If only a type is given, and the model supports `max_positions` already, nothing
+    is changed. If several types of layers have their own rotary positions, those of full attention are scaled, because
+    the others attend within a window.
 
     Args:
         config: Configuration of any model. Its text configuration is changed in place.
@@ -204,10 +205,19 @@ def _extend_context(
         raise ValueError(f"{name}: models of type {text.model_type} have no rotary positions to scale; leave it out")
     if scaling is not None:
         given = {"rope_type": scaling} if isinstance(scaling, str) else dict(scaling)
+        supports = max_positions is not None and max_positions <= text.max_position_embeddings
+        if supports and given.keys() == {"rope_type"} and given["rope_type"] in _OPTIONS:
+            return
         nested = all(isinstance(part, Mapping) for part in saved.values())
         of_full_attention = saved.get("full_attention", {}) if nested else saved
         original = int(given.get(_ORIGINAL) or of_full_attention.get(_ORIGINAL) or text.max_position_embeddings)
+        before = of_full_attention.get("rope_type", "default")
         own = _scaled(of_full_attention, given, original, max_positions)
+        if before not in ("default", own["rope_type"]):
+            rank_zero_warn(
+                f"model.rope_scaling: {own['rope_type']} replaces {before}, with which the model was trained on "
+                f"{text.max_position_embeddings} positions"
+            )
         text.rope_parameters = {**saved, "full_attention": own} if nested else own
         max_positions = max_positions or round(own["factor"] * original)
     text.max_position_embeddings = max_positions

@@ -81,6 +81,19 @@ def test_it_is_saved_with_the_model_and_a_new_scaling_replaces_it(trained: str, 
     assert again.rope_parameters["factor"] == 512 / 32
 
 
+def test_a_model_that_supports_the_length_keeps_its_positions(trained: str, tmp_path: Path) -> None:
+    own = build_model(ModelConfig(path=trained, rope_scaling="llama3", max_position_embeddings=128))
+    own.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for tokens in (16, 128):
+            kept = load_hf_config(ModelConfig(path=str(tmp_path), rope_scaling="yarn", max_position_embeddings=tokens))
+            assert (kept.rope_parameters, kept.max_position_embeddings) == (own.config.rope_parameters, 128)
+    with pytest.warns(UserWarning, match="yarn replaces llama3, with which the model was trained on 128 positions"):
+        longer = load_hf_config(ModelConfig(path=str(tmp_path), rope_scaling="yarn", max_position_embeddings=256))
+    assert (longer.rope_parameters["rope_type"], longer.rope_parameters["factor"]) == ("yarn", 256 / 32)
+
+
 def test_positions_may_go_on_unscaled(trained: str) -> None:
     model = build_model(ModelConfig(path=trained, max_position_embeddings=64))
     assert model.config.max_position_embeddings == 64
@@ -102,7 +115,7 @@ def test_full_attention_is_scaled_where_other_layers_have_windows() -> None:
         ({"rope_scaling": "dynamic"}, r"rope_scaling: rope_type=dynamic: give one of linear, yarn, llama3$"),
         ({"rope_scaling": {"factor": 4}}, r"rope_scaling: rope_type=None: give one of"),
         ({"rope_scaling": "yarn"}, r"rope_scaling=yarn: by how much\? Give its factor, or model.max_pos"),
-        ({"rope_scaling": "yarn", "max_position_embeddings": 16}, r"factor=0.5: give 1 or more; .* on 32 positions"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 0.5}}, r"factor=0.5: give 1 or more; .* on 32 positions"),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 2, "beta_fst": 3}},
             r"yarn has no beta_fst; give any of factor, original_max_position_embeddings, attention_factor, beta_fast",
