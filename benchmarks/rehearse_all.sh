@@ -19,7 +19,7 @@ cells() {
     local set=$1 device=$2 host=$3
     shift 3
     OMP_NUM_THREADS=1 "$python" benchmarks/rehearse.py --device "$device" --host-memory "$host" \
-        benchmarks/gpu.py --attention cudnn --warmup 1 --repeats 3 --settle 1 --output "$results/$set/$host" "$@"
+        benchmarks/gpu.py --attention cudnn --warmup 1 --repeats 5 --settle 1 --output "$results/$set/$host" "$@"
 }
 
 for tuning in lora full; do

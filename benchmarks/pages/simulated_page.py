@@ -36,7 +36,7 @@ in slices, and later ones stay cut ([long_sequences.md](long_sequences.md))."""
 _BESIDE_ALL = """### The default beside all other settings and methods
 
 The time of a step with Memo's default settings, in times of the fastest of all others that fit: alpha 0, alpha 1, and the methods of
-the tables above. "-": nothing fits, or the timed steps were not those of the plan."""  # noqa: E501  lines of the page
+the tables above. "-": nothing fits, the timed steps were not those of the plan, or the length was not rehearsed."""  # noqa: E501  lines of the page
 
 _ALLOCATORS = """### Planned memory beside PyTorch's allocator
 
