@@ -5,8 +5,8 @@ INSTALLED := $(VENV)/.installed
 # Packages that only some tests use, and these tests.
 EXTRAS := $(CURDIR)/$(VENV)/extras
 EXTRAS_INSTALLED := $(VENV)/.extras_installed
-EXTRAS_TESTS := tests/strategy/test_quantised.py tests/strategy/test_float8.py tests/kernels/test_liger.py \
-	tests/kernels/test_triton_kernels.py tests/estimate/test_estimate_quantized_training.py
+EXTRAS_TESTS := tests/strategy/test_quantised.py tests/strategy/test_quantised_in_parallel.py tests/strategy/test_float8.py \
+	tests/kernels/test_liger.py tests/kernels/test_triton_kernels.py tests/estimate/test_estimate_quantized_training.py
 WORKERS := -n 2 --dist worksteal
 # `make test-slow test-cuda PART=2/36` runs the second one of 36 parts of the cases that repeat what `make test` covers, and
 # one of 4 parts of the few cases with late copies.

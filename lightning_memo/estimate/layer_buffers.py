@@ -255,9 +255,7 @@ class LayerBuffers:
         if self.autocast:  # end of the recomputation: the norm's output, and casts of the output and of weights
             weights = down_weight + (sum(self.layer_weights) if self.shape.quantization is None else 0)
             ends = [b.make(self.stream), b.make(hidden), self.weight(b, weights)]
-            if (
-                self.shape.adapts("down") and not self.shape.fused_adapters
-            ):  # peft casts the input of the adapter to fp32
+            if self.shape.adapts("down") and not self.shape.fused_adapters:  # peft casts the adapter's input to fp32
                 ends += [b.make(self._ffn), b.make(self._ffn * FP32 // self.sizes.product)]
             b.free(*ends)
         d_output = b.make(hidden if self.autocast else self.gathered)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -14,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader
 
 from lightning_memo.config import MemoConfig
@@ -79,6 +79,7 @@ from lightning_memo.parallel.tensor.shard_weights import TensorPlan, find_plan, 
 from lightning_memo.parallel.zero_sharding import ZeroSettings, shard_state
 from lightning_memo.utils.find_layers import find_hugging_face, find_text_model
 from lightning_memo.utils.messages import tell
+from lightning_memo.utils.quantized_weights import parts_of
 
 # Batches are compared often at first and then from time to time, because most mistakes in the data show at once.
 _FIRST_CHECKS = 16
@@ -515,19 +516,10 @@ def _share_weights(module: nn.Module, device: torch.device) -> None:
         module: Module of the same architecture on all processes.
         device: Device of this process.
     """
-    for t in _plain_parts([*module.parameters(), *module.buffers()]):
+    for t in itertools.chain.from_iterable(map(parts_of, [*module.parameters(), *module.buffers()])):
         there = t.data.to(device).contiguous()
         dist.broadcast(there, src=0)
         t.data.copy_(there)
-
-
-def _plain_parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yields the tensors that have bytes themselves; quantised ones of torchao are made of others."""
-    for t in tensors:
-        if is_traceable_wrapper_subclass(t):
-            yield from _plain_parts(getattr(t, name) for name in t.__tensor_flatten__()[0])
-        else:
-            yield t
 
 
 def _was_divided(module: nn.Module, division: str, stage: bool) -> bool:

@@ -7,7 +7,7 @@ import hashlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from lightning_memo.engine.saved_tensors.wrapper_subclasses import plain_parts
 from lightning_memo.planner.make_plan import usable_device_bytes
 from lightning_memo.profiler.memory_meter import WorkingSet
 from lightning_memo.utils.free_memory import available_host_bytes, free_device_bytes
+from lightning_memo.utils.quantized_weights import scales_of
 
 
 def measure_copy_bandwidth(
@@ -265,16 +266,8 @@ def state_bytes(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -
 
 def weight_bytes(model: nn.Module) -> int:
     """Return this process's bytes of parameters, with the scales of quantised ones, and buffers."""
-    scales = (scale for p in model.parameters() for scale in _scales(p))
+    scales = (scale for p in model.parameters() for scale in scales_of(p))
     return sum(map(_local_bytes, [*model.parameters(), *model.buffers(), *scales]))
-
-
-def _scales(p: nn.Parameter) -> Iterator[Tensor]:
-    """Tensors beside a weight of 4 bits of bitsandbytes, whose own state may be quantised again."""
-    state = getattr(p, "quant_state", None)
-    while state is not None:
-        yield from (value for value in vars(state).values() if isinstance(value, Tensor))
-        state = getattr(state, "state2", None)
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:

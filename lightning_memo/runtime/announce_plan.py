@@ -33,8 +33,8 @@ def announce_plan(plan: Plan, config: MemoConfig, unsliceable: str, why_on_devic
     if plan.swap.plain:
         tell(f"fits: trains as without lightning_memo. {plan.reason}")
     else:
-        show(plan.table)
-    show(*plan.details, level=logging.DEBUG)
+        show(lambda: [plan.table])
+    show(lambda: plan.details, logging.DEBUG)
     if plan.budget.disk_bytes and not plan.swap.disk_bytes:
         why = "the host has room for all swapped activations"
         if not plan.swap.storage.has_one_alpha:

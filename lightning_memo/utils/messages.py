@@ -6,6 +6,7 @@ At INFO, the default, a run says what it does in a few lines; at DEBUG it explai
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -37,7 +38,7 @@ def tell(text: str, level: int = logging.INFO) -> None:
 
 
 @rank_zero_only
-def show(*tables: Table, level: int = logging.INFO) -> None:
-    """Print tables on the first process, if messages of this level are logged."""
+def show(tables: Callable[[], Iterable[Table]], level: int = logging.INFO) -> None:
+    """Make tables and print them on the first process, if messages of this level are logged."""
     if _LOGGER.isEnabledFor(level):
-        Console().print(*tables, sep="\n")
+        Console().print(*tables(), sep="\n")

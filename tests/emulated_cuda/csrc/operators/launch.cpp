@@ -67,7 +67,7 @@ void enqueue(const std::string& name, const Cost& cost, std::function<void()> wo
     work = [work = cost.is_small ? std::move(work) : std::function<void()>(), seen = std::move(seen)] {
       try {
         if (work) return work();
-      } catch (const c10::Error&) {
+      } catch (const c10::IndexError&) {
       }
       for (const auto& [data, bytes] : seen) std::memset(data, 0, bytes);
     };

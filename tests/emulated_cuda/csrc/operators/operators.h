@@ -16,8 +16,8 @@ namespace emulated {
 at::Tensor host_view(const at::Tensor& t);
 at::Tensor host_view(const std::optional<at::Tensor>& t);
 
-/// Runs `work` on the current stream, below autograd. In simulated time, work that is not small or cannot be done is left
-/// out: it makes those `results` zero at which the host may look.
+/// Runs `work` on the current stream, below autograd. In simulated time, work that is not small is left out, as is work
+/// whose indices are out of range: it makes those `results` zero at which the host may look.
 void enqueue(const std::string& name, const Cost& cost, std::function<void()> work, const std::vector<at::Tensor>& results = {});
 
 /// Raises what a kernel raised.
