@@ -42,7 +42,7 @@ from lightning_memo.estimate.parallelism_search import (
     search,
 )
 from lightning_memo.estimate.planner_inputs import device_budget
-from lightning_memo.estimate.request import EstimateRequest, Parallelism, Schedule, ZeroCommunication, check_request
+from lightning_memo.estimate.request import Estimate, EstimateRequest, Schedule, ZeroCommunication, check_request
 from lightning_memo.estimate.saved_tensors import Precision
 from lightning_memo.estimate.slice_settings import Slices
 from lightning_memo.estimate.sweep import JobEstimate
@@ -249,8 +249,8 @@ def answer(command: CommandSettings, progress: bool = True, changes: bool = True
         changes: Whether to search for changes that fit if the training does not, which takes seconds.
 
     Returns:
-        The training with its sequence length and slices, and the ranking. The limits of the best estimate also state
-        the longest sequence that fits with its parallelism.
+        The training with its sequence length and slices, and the ranking. The best estimate also states the longest
+        sequences that fit with its parallelism.
 
     Raises:
         ValueError: No parallelism is possible.
@@ -266,7 +266,8 @@ def answer(command: CommandSettings, progress: bool = True, changes: bool = True
     with _progress("parallelism", progress) as report:
         ranking = search(request, forced, report)
     sliced = own_slices(request, forced) if command.own_slices and ranking.best.status != "ok" else None
-    limits = [*(sliced or ranking).best.limits, _longest_sentence(command, request, (sliced or ranking).best.parallel)]
+    best = _with_longest(command, request, (sliced or ranking).best)
+    limits = [*best.limits]
     if sliced is not None:
         limits.append(
             "Whole layers do not fit: training cuts layers by itself, or from its first step on with "
@@ -274,17 +275,15 @@ def answer(command: CommandSettings, progress: bool = True, changes: bool = True
         )
         request, ranking = replace(request, slices=sliced.best.slices), sliced
     elif changes and ranking.best.status != "ok":
-        limits += changes_that_fit(request, forced)
-    return request, replace(ranking, best=replace(ranking.best, limits=limits))
+        limits += changes_that_fit(request, forced, command.multiple_of)
+    return request, replace(ranking, best=replace(best, limits=limits))
 
 
-def _longest_sentence(command: CommandSettings, request: EstimateRequest, parallel: Parallelism) -> str:
-    whole = longest_with(request, parallel, command.multiple_of)
-    sentence = "No sequence length fits" if whole is None else f"Sequences of up to {whole:,} tokens fit"
-    sizes = {name: getattr(parallel, name) for name in SIZES}
+def _with_longest(command: CommandSettings, request: EstimateRequest, best: Estimate) -> Estimate:
+    whole = longest_with(request, best.parallel, command.multiple_of)
+    sizes = {name: getattr(best.parallel, name) for name in SIZES}
     sliced = longest_in_slices(request, sizes, command.multiple_of, above=whole or 0) if command.own_slices else None
-    in_slices = "" if sliced is None else f", and of up to {sliced:,} in slices"
-    return f"{sentence} with this parallelism{in_slices}."
+    return replace(best, longest=whole, longest_in_slices=sliced)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from lightning_memo.estimate.step_times import (
     optimizer_seconds,
     outside_seconds,
 )
-from lightning_memo.utils.units import MOST_TOKENS, format_bytes, format_seconds
+from lightning_memo.utils.units import MOST_TOKENS, about_seconds, format_bytes
 
 _SAME_TIME: Final = 1.001
 """Ratio of times up to which ZeRO stages count as equally fast; of these, the one with the least memory is used."""
@@ -334,7 +334,7 @@ def why_slower(request: EstimateRequest, answer: Estimate, best: Estimate) -> st
         return "equally fast, needs more memory" if _total(answer) > _total(best) else "equally fast"
     network = " over the network" if _leaves_node(request, answer, what) else ""
     percent = f"{100 * slower:.0f}" if slower > 0.1 else f"{100 * slower:.2g}"
-    return f"{percent} % slower: {what}{network}, {format_seconds(more)} more"
+    return f"{percent} % slower: {what}{network}, {about_seconds(more)} more"
 
 
 def step_parts(request: EstimateRequest, answer: Estimate) -> dict[str, float]:

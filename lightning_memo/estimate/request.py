@@ -289,6 +289,13 @@ class Estimate:
     limits: list[str]
     """Sentences: what happens to activations, what limits alpha, and which rules besides the linear program apply."""
 
+    longest: int | None = None
+    """Tokens of the longest sequence that fits with this parallelism in whole layers, or in the given slices; None if
+    none fits or it was not asked for."""
+
+    longest_in_slices: int | None = None
+    """Tokens of the longest sequence that fits only in slices that training chooses by itself, or None."""
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the estimate as plain data for JSON."""
         return asdict(self)

@@ -13,7 +13,7 @@ from lightning_memo.estimate.parallelism_search import Ranking
 from lightning_memo.estimate.planner_inputs import device_budget
 from lightning_memo.estimate.request import Estimate, EstimateRequest, Parallelism, Storage
 from lightning_memo.shapes.model_shape import ModelShape
-from lightning_memo.utils.units import about_seconds, format_bytes, two_digits
+from lightning_memo.utils.units import about_seconds, format_bytes, format_setting, two_digits
 
 
 def print_answer(request: EstimateRequest, ranking: Ranking, alternatives: int) -> None:
@@ -48,6 +48,7 @@ def answer_table(request: EstimateRequest, answer: Estimate) -> Table:
         "method": answer.method if answer.slices is None else f"{answer.method}, {answer.slices}",
         "sequence": f"{answer.seq_len:,} tokens, {request.batch_size} sequence{_plural(request.batch_size)} per step",
         "status": _status(request, answer),
+        "longest": _longest(answer),
         "parallelism": format_parallelism(answer.parallel),
         "alpha": "-" if answer.alpha is None else f"{answer.alpha:.4g}",
         "activations": answer.limits[0],
@@ -55,7 +56,7 @@ def answer_table(request: EstimateRequest, answer: Estimate) -> Table:
         "MFU": _rough(answer.mfu, _percent, "causal attention, recomputation not counted"),
         "HFU": _rough(answer.hfu, _percent, "recomputation counted"),
         "tokens/GPU/s": _rough(answer.tokens_per_gpu_per_second, two_digits),
-        "host": f"{format_bytes(answer.host_bytes)} of the {format_bytes(_usable(request))} usable on each node",
+        "host": _host(request, answer),
     }
     if request.disk_bytes:
         room = format_bytes(request.disk_bytes)
@@ -73,8 +74,21 @@ def _status(request: EstimateRequest, answer: Estimate) -> str:
     return f"does not fit: out of {' and '.join(names)} memory"
 
 
-def _usable(request: EstimateRequest) -> int:
-    return round(request.cluster.host_bytes * request.constants.host_share)
+def _longest(answer: Estimate) -> str:
+    lengths = []
+    if answer.longest is not None:
+        lengths.append(f"{answer.longest:,} tokens")
+    if answer.longest_in_slices is not None:
+        lengths.append(f"{answer.longest_in_slices:,} tokens in slices")
+    return " or ".join(lengths) or "no length fits"
+
+
+def _host(request: EstimateRequest, answer: Estimate) -> str:
+    share, whole = request.constants.host_share, request.cluster.host_bytes
+    return (
+        f"{format_bytes(answer.host_bytes)} of the {format_bytes(round(whole * share))} usable on each node, "
+        f"{share:.0%} of cluster.host_bytes={format_setting(whole)}"
+    )
 
 
 def bytes_table(request: EstimateRequest, answer: Estimate) -> Table:

@@ -9,12 +9,19 @@ from typing import Final
 
 from lightning_memo.estimate.device_bytes import device_state_bytes
 from lightning_memo.estimate.layer_buffers import has_known_buffers
-from lightning_memo.estimate.parallelism_search import Ranking, Sizes, candidate_parallelisms, longest, search
+from lightning_memo.estimate.parallelism_search import (
+    Ranking,
+    Sizes,
+    candidate_parallelisms,
+    longest,
+    longest_with,
+    search,
+)
 from lightning_memo.estimate.planner_inputs import device_budget
 from lightning_memo.estimate.request import Estimate, EstimateRequest
 from lightning_memo.estimate.slice_settings import Slices
 from lightning_memo.shapes.model_shape import adapters_of
-from lightning_memo.utils.units import about_seconds, format_bytes, two_digits
+from lightning_memo.utils.units import about_seconds, format_bytes, format_setting, two_digits
 
 _MOST_LINES: Final = 3
 _LORA: Final = {"r": 16, "target_modules": "all-linear"}
@@ -28,7 +35,7 @@ _Variants = Callable[[EstimateRequest], Iterator[Variant]]
 """Variants of a change, from the smallest to the largest."""
 
 _EFFORTS: Final = {
-    "sizes": 1, "alpha": 1, "slices": 2, "method": 2, "precision": 3, "host": 4, "lora": 5, "gpus": 6
+    "sizes": 1, "alpha": 1, "slices": 2, "method": 2, "precision": 3, "host": 4, "lora": 5, "quantization": 5, "gpus": 6
 }  # fmt: skip
 """How much a user has to change: without the given sizes of the parallelism, with slices, or with other settings.
 Combinations are tried in the order of the sum."""
@@ -42,7 +49,7 @@ _SLICE_MODES: Final = (*_OWN_MODES, Slices(tokens=1, stream_from_host="model"))
 """All ways. Each keeps more on the host than the one before."""
 
 
-def changes_that_fit(request: EstimateRequest, forced: Sizes) -> list[str]:
+def changes_that_fit(request: EstimateRequest, forced: Sizes, multiple_of: int) -> list[str]:
     """Return sentences about the smallest changes that fit, at most three, or about why there are none.
 
     One or two changes are tried, and three only if less does not help. A combination is left out if a part of it fits.
@@ -50,6 +57,7 @@ def changes_that_fit(request: EstimateRequest, forced: Sizes) -> list[str]:
     Args:
         request: Training that does not fit.
         forced: Sizes of the parallelism that are given, see `search`.
+        multiple_of: Number of tokens that the longest lengths with a change are multiples of.
     """
     fitting: dict[frozenset[str], str] = {}
     for counts in ((1, 2), (3,)):
@@ -58,18 +66,18 @@ def changes_that_fit(request: EstimateRequest, forced: Sizes) -> list[str]:
             more_gpus = "gpus" in names and len(names) > 1  # and something else: the largest change
             if len(fitting) == _MOST_LINES or any(fewer <= names for fewer in fitting) or (more_gpus and fitting):
                 continue
-            if sentence := _tried(request, forced, names):
+            if sentence := _tried(request, forced, names, multiple_of):
                 fitting[names] = sentence
         if fitting:
             break
     found = list(fitting.values()) or [
-        "No change was found with which it fits: neither slices, bf16-true, LoRA, four times the host memory nor more "
-        "GPUs, nor three of them together. Give a shorter seq_len."
+        "No change was found with which it fits: neither slices, bf16-true, LoRA, QLoRA, four times the host memory "
+        "nor more GPUs, nor three of them together. Give a shorter seq_len."
     ]
     return [*found, *_why_no_slices(request)]
 
 
-def _tried(request: EstimateRequest, forced: Sizes, names: frozenset[str]) -> str:
+def _tried(request: EstimateRequest, forced: Sizes, names: frozenset[str], multiple_of: int) -> str:
     """The sentence of the first variants of some changes that fit; empty if none fits."""
     if "sizes" in names:
         forced, given = {name: size for name, size in forced.items() if name == "pp"}, forced
@@ -90,7 +98,9 @@ def _tried(request: EstimateRequest, forced: Sizes, names: frozenset[str]) -> st
                 ]
             if "slices" in names:
                 settings.append(str(answer.slices))
-            return _sentence(" ".join(settings), answer)
+                changed = replace(changed, slices=answer.slices)
+            tokens = longest_with(changed, answer.parallel, multiple_of, above=changed.seq_len)
+            return _sentence(" ".join(settings), answer, tokens)
     return ""
 
 
@@ -118,12 +128,14 @@ def _state_fits(request: EstimateRequest, forced: Sizes) -> bool:
     )
 
 
-def _sentence(settings: str, answer: Estimate) -> str:
+def _sentence(settings: str, answer: Estimate, longest: int | None) -> str:
     assert answer.step_seconds is not None and answer.mfu is not None
+    how = "whole layers" if answer.slices is None else "such slices"
+    more = "" if longest is None else f"; up to {longest:,} tokens would in {how}"
     return (
         f"The sequence fits with {settings}: {about_seconds(answer.step_seconds)} per step, MFU "
         f"{two_digits(answer.mfu)} %, {format_bytes(answer.device_bytes['total'])} of device memory and "
-        f"{format_bytes(answer.host_bytes)} of host memory per node."
+        f"{format_bytes(answer.host_bytes)} of host memory per node{more}."
     )
 
 
@@ -160,7 +172,7 @@ def _precision(request: EstimateRequest) -> Iterator[Variant]:
 def _host(request: EstimateRequest) -> Iterator[Variant]:
     for factor in _HOST_FACTORS:
         cluster = replace(request.cluster, host_bytes=factor * request.cluster.host_bytes)
-        yield f"cluster.host_bytes={_size(cluster.host_bytes)}", replace(request, cluster=cluster)
+        yield f"cluster.host_bytes={format_setting(cluster.host_bytes)}", replace(request, cluster=cluster)
 
 
 def _lora(request: EstimateRequest) -> Iterator[Variant]:
@@ -178,14 +190,14 @@ def _gpus(request: EstimateRequest) -> Iterator[Variant]:
             yield f"gpus={gpus}", replace(request, gpus=gpus)
 
 
-def _size(size_bytes: int) -> str:
-    """A number of bytes as a setting."""
-    units = ((2**40, "TiB"), (2**30, "GiB"))
-    return next((f"{size_bytes // unit}{name}" for unit, name in units if not size_bytes % unit), str(size_bytes))
+def _quantization(request: EstimateRequest) -> Iterator[Variant]:
+    if request.shape.adapters is not None and request.shape.quantization is None and request.gpus == 1:
+        yield "quantization=nf4", replace(request, shape=replace(request.shape, quantization="nf4"))
 
 
 _VARIANTS: Final[dict[str, _Variants]] = {
-    "alpha": _alpha, "method": _method, "precision": _precision, "host": _host, "lora": _lora, "gpus": _gpus
+    "alpha": _alpha, "method": _method, "precision": _precision, "host": _host, "lora": _lora, "gpus": _gpus,
+    "quantization": _quantization,
 }  # fmt: skip
 
 

@@ -61,6 +61,19 @@ def format_bytes(size_bytes: float) -> str:
     return f"{size_bytes:.1f} {_UNITS[power]}"
 
 
+def format_setting(size_bytes: int) -> str:
+    """Write a size as a setting, exactly ("192GiB").
+
+    Args:
+        size_bytes: Size in bytes.
+    """
+    for unit in ("TiB", "GiB", "MiB"):
+        count, rest = divmod(size_bytes, _MULTIPLIERS[unit.lower()])
+        if not rest:
+            return f"{count}{unit}"
+    return str(size_bytes)
+
+
 def format_seconds(seconds: float) -> str:
     """Write a duration for people ("1.25 s", "12.5 ms").
 

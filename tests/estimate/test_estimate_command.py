@@ -26,7 +26,7 @@ from lightning_memo.utils.units import read_length
 KEYS = [
     "status", "method", "model", "seq_len", "gpus", "parallel", "alpha", "storage", "step_seconds",
     "recompute_seconds", "mfu", "hfu", "tokens_per_gpu_per_second", "device_bytes", "host_bytes", "disk_bytes",
-    "slices", "speeds", "limits",
+    "slices", "speeds", "limits", "longest", "longest_in_slices",
 ]  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def test_the_command_needs_neither_torch_nor_lightning(tmp_path):
 def test_the_command_refuses_in_one_line(tmp_path):
     status, out, err = run_process(["python", "-m", "lightning_memo.estimate", "gpus=0"], tmp_path)
     assert (status, out) == (2, "")
-    assert err == "error: gpus=0: give an integer of at least 1\n"
+    assert err == "error: gpus=0: give an integer of at least 1, or auto\n"
 
 
 # ---- JSON
@@ -119,11 +119,11 @@ def test_what_does_not_fit_is_an_answer(run):
     assert answer["device_bytes"]["total"] > 80 * 2**30
     none = answer_of(run("model=llama3_70b", "gpus=1", "batch_size=1", "seq_len=max", "output=json"))
     assert none["status"] == "oom"
-    assert "No sequence length fits with this parallelism." in none["limits"]
+    assert (none["longest"], none["longest_in_slices"]) == (None, None)
     assert "weights, gradients and the optimizer need 1.0 TiB, 76.8 GiB are usable." in none["limits"][1]
-    shown = run("model=llama3_8b", "gpus=8", "seq_len=4M")
+    shown = run("model=llama3_8b", "gpus=8", "seq_len=4M", "slice_tokens=null")
     assert "does not fit: out of device and host memory" in shown[1]
-    assert "TiB of the 1.5 TiB usable on each node" in shown[1]
+    assert "TiB of the 1.5 TiB usable on each node, 75% of cluster.host_bytes=2TiB" in " ".join(shown[1].split())
 
 
 @pytest.mark.slow
@@ -149,10 +149,7 @@ def test_layers_are_cut_as_in_training_if_whole_ones_do_not_fit(run):
     assert found["status"] == "ok" and tokens % 65536 == 0
     whole = answer_of(run(*asked, "seq_len=max", "slice_tokens=null"))
     assert whole["slices"] is None and whole["seq_len"] < tokens
-    told = f"tokens fit with this parallelism, and of up to {tokens:,} in slices."
-    assert any(
-        limit.startswith(f"Sequences of up to {whole['seq_len']:,} ") and told in limit for limit in found["limits"]
-    )
+    assert (found["longest"], found["longest_in_slices"]) == (whole["seq_len"], tokens)
     given = [f"{name}={value}" for name, value in slices.items() if name != "tokens"]
     given = answer_of(run(*asked, f"seq_len={tokens}", f"slice_tokens={slices['tokens']}", *given))
     assert given["step_seconds"] == found["step_seconds"]
@@ -164,7 +161,7 @@ def test_max_finds_the_longest(run):
     answer = answer_of(run(*settings, "seq_len=max"))
     tokens = answer["seq_len"]
     assert answer["status"] == "ok" and tokens % 16384 == 0
-    assert f"Sequences of up to {tokens:,} tokens fit with this parallelism." in answer["limits"]
+    assert answer["longest"] == tokens
     assert answer_of(run(*settings, f"seq_len={tokens + 16384}"))["status"] != "ok"
 
 
@@ -183,7 +180,7 @@ def test_the_table_tells_all(run):
     assert (status, err) == (0, "")
     for word in (
         "gpt_7b, 6.65 B", "8 x NVIDIA A800-SXM4-80GB, 1 node", "262,144 tokens", "fits", "MFU", "HFU", "optimizer",
-        "rounding buffers", "Alternatives", "% slower", "more", "Sequences of up to", "Speed constants: ",
+        "rounding buffers", "Alternatives", "% slower", "more", "longest", "Speed constants: ",
     ):  # fmt: skip
         assert word in out
     assert out.count("% slower") <= 2

@@ -95,3 +95,12 @@ def test_what_no_change_makes_fit_is_told(limits: Callable[[str], list[str]]) ->
     told = limits("model=llama3_70b gpus=1 batch_size=1 seq_len=16M cluster.devices_per_node=1 cluster.host_bytes=1GiB")
     assert changes(told) == []
     assert any(sentence.startswith("No change was found with which it fits: ") for sentence in told)
+
+
+@pytest.mark.slow
+def test_frozen_weights_of_4_bits_are_suggested_on_one_gpu(limits: Callable[[str], list[str]]) -> None:
+    settings = "model=llama3_8b cluster=rtx_4090 batch_size=1 model.lora.r=16"
+    told = limits(f"{settings} gpus=1 seq_len=64K")
+    assert any(change.startswith("quantization=nf4 slice_tokens=") for change in changes(told))
+    assert any(re.search(r"; up to [\d,]+ tokens would in such slices\.$", sentence) for sentence in told)
+    assert not any("quantization" in change for change in changes(limits(f"{settings} gpus=2 seq_len=2M")))
