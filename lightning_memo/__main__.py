@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import signal
 import sys
 
 from lightning_memo import __version__
@@ -18,6 +19,7 @@ COMMANDS = {
 
 def main() -> None:
     """Run a command in place of this process, so that it starts other processes and ends as it does by itself."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head`
     command, *arguments = sys.argv[1:] or ["--help"]
     if command in ("-h", "--help"):
         listed = "\n".join(f"  {name:9} {what}" for name, what in COMMANDS.items())

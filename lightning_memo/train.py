@@ -6,6 +6,7 @@ if __name__ == "__main__":  # before the imports that take seconds
     prepare_process()
 
 import gc
+import logging
 import signal
 import sys
 import warnings
@@ -68,6 +69,7 @@ def train(cfg: DictConfig) -> RunSummary:
     Raises:
         ValueError: A setting is not allowed, or data or a checkpoint is missing.
     """
+    logging.captureWarnings(True)  # Hydra writes what is logged to train.log
     # Batches are views of text in memory, so worker processes have no benefit.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # caused by Lightning's use of torch
@@ -212,7 +214,7 @@ def main() -> None:
         try:
             hydra.main(version_base="1.3", config_path=config_dir(), config_name="train")(task)()
         except OSError as error:  # the job reports errors of the run itself
-            if isinstance(error, HydraException):
+            if isinstance(error, (HydraException, BrokenPipeError)):
                 raise
             path = Path(error.filename) if error.filename else _root_of_runs(sys.argv[1:])
             raise ValueError(f"{WriteError.of(path, error)} as paths.root=FOLDER") from error

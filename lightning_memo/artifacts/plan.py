@@ -29,6 +29,7 @@ from lightning_memo.utils.tables import html_of, text_of
 from lightning_memo.utils.units import format_bytes, format_seconds
 
 VERSION: Final = 3
+_IN_LINE: Final = ("plan", "step", "device memory")
 _STREAMED: Final[dict[StreamFromHost, str]] = {
     "none": "",
     "attention": ", keys and values on the host",
@@ -155,6 +156,11 @@ class Plan:
         for name, text in self._rows():
             table.add_row(name, Text(text))
         return table
+
+    @property
+    def line(self) -> str:
+        """The most important rows of the table on one line."""
+        return "; ".join(f"{name}: {text}" for name, text in self._rows() if name in _IN_LINE)
 
     @property
     def details(self) -> list[Table]:

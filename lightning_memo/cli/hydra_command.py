@@ -50,8 +50,8 @@ def plain_settings(cfg: DictConfig) -> dict[str, Any]:
 def run_command(command: Callable[[], None]) -> None:
     """Runs a Hydra command. A user's mistake ends the command with one line on stderr and exit status 2.
 
-    A process that lost another one has said so in one line, and ends with status 1. All other exceptions are bugs and
-    keep their tracebacks.
+    A process that lost another one has said so in one line, and ends with status 1; one whose output nobody reads any
+    more does so without a line. All other exceptions are bugs and keep their tracebacks.
     """
     if "--version" in sys.argv[1:]:  # Hydra would tell its own
         print(f"lightning-memo {__version__}")  # noqa: T201
@@ -62,6 +62,10 @@ def run_command(command: Callable[[], None]) -> None:
     try:
         _check_overrides(sys.argv[1:], Path(config_dir()))
         command()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more at its end
+        raise SystemExit(1) from None
     except Exception as error:
         exit_for_user(error)
         ranks = sys.modules.get("lightning_memo.parallel.ranks")

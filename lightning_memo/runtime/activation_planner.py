@@ -34,7 +34,6 @@ from lightning_memo.reports.tables import plan_shortage
 from lightning_memo.runtime.announce_plan import (
     announce_locking,
     announce_plan,
-    announce_replanning,
     announce_whole_layers,
     warn_of_no_plan,
     warn_of_shortage,
@@ -201,11 +200,7 @@ class ActivationPlanner(MetersSteps):
         self.plan = plan
         if earlier is not None and earlier.swap.plain and plan.swap.calls < earlier.swap.calls:
             self._engine.limits.exceed()  # other calls of this batch had run plainly before the profile began
-        by_kind = earlier is not None and not earlier.swap.storage.has_one_alpha
-        told = self._dropped or (by_kind and self._engine.layer_classes.unsliceable)
-        if not (first or told) and self._run.rank == 0:
-            announce_replanning(plan, self._shrunk)
-        self._announce(plan)
+        self._announce(plan, earlier)
         if self._batches_until_locked:
             announce_locking(plan.swap.host_bytes, while_locking.host_bytes, self._batches_until_locked)
         self._warn_of_shortage(plan, everyone=first)
@@ -331,12 +326,25 @@ class ActivationPlanner(MetersSteps):
     def _stop_meter(self) -> WorkingSet | None:
         return self.stop_meter(accumulating=self._run.accumulated_batches > 1)
 
-    def _announce(self, plan: Plan) -> None:
+    def _why_again(self, plan: Plan, earlier: Plan) -> str:
+        """Why there is another plan, as the beginning of a sentence; a message may have told it already."""
+        by_kind = not earlier.swap.storage.has_one_alpha
+        if self._dropped or (by_kind and self._engine.layer_classes.unsliceable):
+            return "planned anew. "
+        if self._shrunk:
+            return "planned anew, for less memory. "
+        return (
+            f"a batch of {plan.costs.batch} x {plan.costs.tokens} tokens is larger than the one that was planned for; "
+            "planned anew. "
+        )
+
+    def _announce(self, plan: Plan, earlier: Plan | None = None) -> None:
         if self._run.rank == 0:
             classes, settings = self._engine.layer_classes, self._engine.settings
             on_host = settings.may_stream and settings.stream_from_host == "auto" and not settings.joint_attention
             why_on_device = classes.needs_full_attention if on_host and not classes.unsliceable else ""
-            announce_plan(plan, self._config, classes.unsliceable, why_on_device)
+            why_again = None if earlier is None else self._why_again(plan, earlier)
+            announce_plan(plan, self._config, classes.unsliceable, why_on_device, why_again)
             self._save(plan)
             if self._folder is not None:
                 tell(f"plan saved to {self._folder / PLAN_FILE}", logging.DEBUG)

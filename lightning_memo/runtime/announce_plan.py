@@ -15,14 +15,17 @@ from lightning_memo.utils.messages import show, tell
 from lightning_memo.utils.units import format_bytes
 
 
-def announce_plan(plan: Plan, config: MemoConfig, unsliceable: str, why_on_device: str) -> None:
-    """Show a plan, and the warnings about settings that it could not follow.
+def announce_plan(
+    plan: Plan, config: MemoConfig, unsliceable: str, why_on_device: str, why_again: str | None = None
+) -> None:
+    """Show a plan, the first one as a table and later ones on a line, and warn of settings that it could not follow.
 
     Args:
         plan: The plan.
         config: The user's settings.
         unsliceable: Why layers cannot be cut into slices; empty if they can.
         why_on_device: Why keys and values stay on the device although slices were requested; empty if they do not.
+        why_again: Why there is another plan, as the beginning of a sentence, or None if there was none before.
     """
     announce_whole_layers(plan, config, unsliceable)
     if why_on_device:
@@ -31,7 +34,9 @@ def announce_plan(plan: Plan, config: MemoConfig, unsliceable: str, why_on_devic
         if trial.name == config.attention and trial.why_not:
             rank_zero_warn(f'lightning_memo: attention="{trial.name}" is left to PyTorch: {trial.why_not}.')
     if plan.swap.plain:
-        tell(f"fits: trains as without lightning_memo. {plan.reason}")
+        tell(f"{why_again or ''}fits: trains as without lightning_memo. {plan.reason}")
+    elif why_again is not None:
+        tell(f"{why_again}{plan.line}")
     else:
         show(lambda: [plan.table])
     show(lambda: plan.details, logging.DEBUG)
@@ -73,22 +78,6 @@ def announce_locking(host_bytes: int, usable_bytes: int, batches: int) -> None:
         f"{format_bytes(usable_bytes)} of host memory only, and slower, while {format_bytes(host_bytes)} are locked "
         "for copies in the background."
     )
-
-
-def announce_replanning(plan: Plan, shrunk: bool) -> None:
-    """Say why there is another plan.
-
-    Args:
-        plan: The new plan.
-        shrunk: Whether the plan before it took too much memory.
-    """
-    if shrunk:
-        tell("planned anew, for less memory.")
-    else:
-        tell(
-            f"a batch of {plan.costs.batch} x {plan.costs.tokens} tokens is larger than the one that "
-            "was planned for; layers were profiled and planned anew."
-        )
 
 
 def warn_of_no_plan(layers: Sequence[nn.Module]) -> None:

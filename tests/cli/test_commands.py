@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -43,3 +45,14 @@ def test_a_command_gets_its_arguments_and_gives_its_status() -> None:
     done = run("place", "no_file.csv", "out.csv")
     assert done.returncode == 2
     assert "no_file.csv" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("train", "--help"), ("estimate", "seq_len=8K"), ("doctor",)])
+def test_nobody_reads_the_output(arguments: tuple[str, ...]) -> None:
+    """As with `| head`, a command whose output is not read to its end has nothing to say."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "lightning_memo", *arguments]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    os.close(write)
+    assert (done.returncode in (1, -signal.SIGPIPE), done.stderr) == (True, "")
