@@ -5,13 +5,15 @@ This module imports neither torch nor Lightning.
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, TypeVar
 
-from lightning_memo.utils.units import parse_bytes
+from lightning_memo.utils.units import parse_bytes, read_length
 
 ATTENTIONS: Final = ("auto", "sdpa", "cudnn", "flash_attn", "flash_attn_3", "flash_attn_4", "transformer_engine")
 PRECISIONS: Final = ("32-true", "64-true", "bf16-true", "bf16-mixed")
@@ -73,14 +75,33 @@ GONE: Final = {
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
-def refusing_gone(init: _Init) -> _Init:
-    """Decorate a constructor that takes the settings: a setting of an earlier version is refused in one line."""
+def check_names(of: str, given: Mapping[str, object], known: Collection[str]) -> None:
+    """Refuse names that are no settings.
+
+    Args:
+        of: The class that has the settings.
+        given: The given settings.
+        known: Names of all settings.
+
+    Raises:
+        ValueError: A setting of an earlier version is given.
+        TypeError: Another name is given.
+    """
+    for name in (name for name in given if name not in known):
+        what = f"{name}={given[name]!r} is no setting"
+        if name in GONE:
+            raise ValueError(f"{what} any more: {GONE[name]}")
+        near = difflib.get_close_matches(name, known, n=1)
+        raise TypeError(f"{what} of {of}: " + (f"did you mean {near[0]}?" if near else f"give {', '.join(known)}"))
+
+
+def checking_names(init: _Init) -> _Init:
+    """Decorate a constructor that takes the settings: names that are no settings are refused in one line."""
+    known = [name for name in inspect.signature(init).parameters if name != "self"]
 
     @functools.wraps(init)
     def checked(*args: Any, **kwargs: Any) -> None:
-        for name, instead in GONE.items():
-            if name in kwargs:
-                raise ValueError(f"{name}={kwargs[name]!r} is no setting any more: {instead}")
+        check_names(init.__qualname__.partition(".")[0], kwargs, known)
         init(*args, **kwargs)
 
     return checked  # type: ignore[return-value]
@@ -153,9 +174,9 @@ class MemoConfig:
         _check_choice("attention", self.attention, ATTENTIONS)
         _check_alpha(self.alpha)
         self._check_stream()
-        _check_tokens("slice_tokens", self.slice_tokens)
+        self._read_tokens("slice_tokens", ', or "auto"')
         if self.loss_chunk_tokens is not None:
-            _check_tokens("loss_chunk_tokens", self.loss_chunk_tokens, ", or None for all of them")
+            self._read_tokens("loss_chunk_tokens", ', "auto", or None for all of them')
         for field in fields(self):
             if field.type == "bool" and not isinstance(getattr(self, field.name), bool):
                 raise ValueError(f"{field.name}={getattr(self, field.name)!r} is not a switch: give True or False")
@@ -165,6 +186,10 @@ class MemoConfig:
         self._check_spill()
         _check_layers(self.layers)
         _check_name("plan", self.plan, 'the path of a saved plan, like "plan.json"')
+
+    def _read_tokens(self, name: str, or_else: str) -> None:
+        if (given := getattr(self, name)) != "auto":
+            object.__setattr__(self, name, read_length(name, given, or_else))
 
     def _check_parallelism(self) -> None:
         _check_count("context_parallel_size", self.context_parallel_size)
@@ -332,12 +357,6 @@ def _check_alpha(alpha: Any) -> None:
     if alpha == "auto" or (_is_number(alpha) and math.isfinite(alpha) and 0.0 <= alpha <= 1.0):
         return
     raise ValueError(f'alpha={alpha!r} is not a fraction of the tokens: give a number from 0.0 to 1.0, or "auto"')
-
-
-def _check_tokens(name: str, tokens: Any, or_else: str = "") -> None:
-    if tokens == "auto" or (type(tokens) is int and tokens >= 1):
-        return
-    raise ValueError(f'{name}={tokens!r} is not a number of tokens: give an integer of at least 1, or "auto"{or_else}')
 
 
 def _check_size(name: str, size: Any) -> None:

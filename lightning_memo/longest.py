@@ -18,6 +18,7 @@ from lightning_memo.cli.hydra_command import config_dir, run_command
 from lightning_memo.models import CausalLM, ModelConfig, load_hf_config
 from lightning_memo.strategy import MemoStrategy
 from lightning_memo.trials.training_trial import RandomTokens
+from lightning_memo.utils.units import read_length
 
 
 def search_longest(cfg: DictConfig) -> int:
@@ -50,7 +51,7 @@ def search_longest(cfg: DictConfig) -> int:
         **trainer_settings(cfg),
     )
     found = f"longest sequence: {tokens:,} tokens"
-    if tokens + cfg.multiple_of > cfg.high:
+    if tokens + read_length("multiple_of", cfg.multiple_of) > read_length("high", cfg.high):
         found = (
             f"longest sequence: at least {tokens:,} tokens, the most that high={cfg.high} allows; for more, raise high"
         )

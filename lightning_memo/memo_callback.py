@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from typing import Any, Final
 
@@ -18,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from typing_extensions import override
 
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.config import refusing_gone
+from lightning_memo.config import check_names
 from lightning_memo.memo_loop import MemoLoop
 
 
@@ -43,14 +42,10 @@ class MemoCallback(TrainerCallback):
         ValueError: A setting is wrong, or contradicts another one.
     """
 
-    @refusing_gone
     def __init__(self, **settings: Any) -> None:
         parameters = inspect.signature(MemoLoop).parameters.values()
         known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "output_dir"]  # the trainer's
-        if unknown := next((name for name in settings if name not in known), None):
-            near = difflib.get_close_matches(unknown, known, n=1)
-            remedy = f"did you mean {near[0]}?" if near else f"give {', '.join(known)}"
-            raise TypeError(f"{unknown}={settings[unknown]!r} is no setting of MemoCallback: {remedy}")
+        check_names("MemoCallback", settings, known)
         self._sharing = _SharedRows(MemoLoop.check(settings).context_parallel_size)
         self._settings = settings
         self.loop: MemoLoop | None = None

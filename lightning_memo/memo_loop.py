@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import Self
 
 from lightning_memo.artifacts.plan import Plan
-from lightning_memo.config import MemoConfig, refusing_gone
+from lightning_memo.config import MemoConfig, checking_names
 from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.modules.layer_forward import replace_forward, untraced
 from lightning_memo.engine.recurrence import may_hand_states
@@ -67,7 +67,7 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
         ValueError: A setting is wrong, or contradicts another one.
     """
 
-    @refusing_gone
+    @checking_names
     def __init__(
         self,
         model: nn.Module,

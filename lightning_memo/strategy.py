@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_memo.artifacts.plan import Plan
 from lightning_memo.callbacks.lightning_run import LightningRun, RuntimeCallback
-from lightning_memo.config import MemoConfig, refusing_gone
+from lightning_memo.config import MemoConfig, checking_names
 from lightning_memo.distributed import DistributedStrategy
 from lightning_memo.engine import Engine, TestMode
 from lightning_memo.engine.attention.mask_patterns import AllTokensNeeded
@@ -102,8 +102,8 @@ class MemoStrategy(DistributedStrategy):
         plan_memory: Whether each buffer of a step gets a fixed offset in one arena, in which requests that steps repeat
             do not fragment memory.
         plan: Path of a saved plan, which is used instead of profiling.
-        slice_tokens: Largest number of tokens that run through a layer at once. "auto" cuts a layer's input at alpha
-            only, and into more slices if a step in one process does not fit the device otherwise.
+        slice_tokens: Largest number of tokens that run through a layer at once, like 65536 or "64K". "auto" cuts a
+            layer's input at alpha only, and into more slices if a step in one process does not fit otherwise.
         stream_from_host: What is kept on the host in addition to swapped activations:
             "none": nothing else.
             "attention": keys and values. Slices are swapped one by one, and attention reads the keys and values of
@@ -143,7 +143,7 @@ class MemoStrategy(DistributedStrategy):
 
     strategy_name = "memo"
 
-    @refusing_gone
+    @checking_names
     def __init__(
         self,
         # parallelism
@@ -228,9 +228,9 @@ class MemoStrategy(DistributedStrategy):
         module: pl.LightningModule,
         batch_of: Callable[[int], Any] | None = None,
         *,
-        low: int = 1024,
-        high: int = 2**20,
-        multiple_of: int = 1024,
+        low: int | str = 1024,
+        high: int | str = "1M",
+        multiple_of: int | str = 1024,
         steps_per_trial: int = 3,
         results: str | Path | None = None,
         resume: bool = False,
@@ -246,7 +246,7 @@ class MemoStrategy(DistributedStrategy):
             module: The module to train. It has to be picklable, and so has `batch_of`.
             batch_of: Function that takes a number of tokens and returns a batch for `training_step`. `None` gives
                 random tokens as `input_ids` and `labels`, `[1, tokens]`, to a module that holds a Hugging Face model.
-            low: Shortest length to consider, in tokens.
+            low: Shortest length to consider, in tokens, like 131072, "128K" or "1M".
             high: Longest length to consider, in tokens.
             multiple_of: Lengths are multiples of this number.
             steps_per_trial: Number of optimizer steps at each length.

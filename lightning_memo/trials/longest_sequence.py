@@ -34,7 +34,7 @@ from lightning_memo.trials.training_trial import (
 )
 from lightning_memo.utils.files import replacing
 from lightning_memo.utils.free_memory import available_host_bytes
-from lightning_memo.utils.units import format_bytes
+from lightning_memo.utils.units import format_bytes, read_length
 
 _USABLE_FRACTION = 0.9
 
@@ -44,7 +44,7 @@ def find_longest(
     config: MemoConfig,
     module: LightningModule,
     batch_of: BatchOf | None,
-    search: tuple[int, int, int],
+    search: tuple[int | str, int | str, int | str],
     trainer: Mapping[str, Any],
     *,
     steps_per_trial: int = 3,
@@ -218,13 +218,14 @@ class LengthSearch:
         attempts: Earlier attempts with the same settings. Those at other lengths than the ones searched are ignored.
 
     Raises:
-        ValueError: No multiple lies between `low` and `high`, or a number is not positive.
+        ValueError: No multiple lies between `low` and `high`, or a length is none.
     """
 
-    def __init__(self, low: int, high: int, multiple_of: int, attempts: Iterable[Attempt] = ()) -> None:
-        for name, value in (("low", low), ("high", high), ("multiple_of", multiple_of)):
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name}={value!r} is not a number of tokens: give an integer of at least 1")
+    def __init__(
+        self, low: int | str, high: int | str, multiple_of: int | str, attempts: Iterable[Attempt] = ()
+    ) -> None:
+        low, high = read_length("low", low), read_length("high", high)
+        multiple_of = read_length("multiple_of", multiple_of)
         if high < low:
             raise ValueError(f"high={high} is below low={low}: give the shortest length of interest as low")
         self.low, self.high = -(-low // multiple_of) * multiple_of, high // multiple_of * multiple_of

@@ -111,7 +111,7 @@ REFUSED = [
     ({"slice_tokens": 0}, "slice_tokens=0 is not a number of tokens"),
     ({"slice_tokens": 1.0}, "slice_tokens=1.0 is not a number of tokens"),
     ({"slice_tokens": True}, "slice_tokens=True is not a number of tokens"),
-    ({"loss_chunk_tokens": 0}, 'at least 1, or "auto", or None for all of them'),
+    ({"loss_chunk_tokens": 0}, '128K or 1M, "auto", or None for all of them'),
     ({"loss_chunk_tokens": "all"}, "loss_chunk_tokens='all' is not a number of tokens"),
     ({"device_memory": "lots"}, "device_memory='lots' is not a size"),
     ({"host_memory": 0}, "host_memory=0 is not a size"),
@@ -127,6 +127,12 @@ def test_wrong_settings_are_refused_in_one_line(settings, message):
         MemoConfig(**settings)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_tokens_are_read_as_numbers():
+    config = MemoConfig(slice_tokens="64K", loss_chunk_tokens="1k")
+    assert (config.slice_tokens, config.loss_chunk_tokens) == (65536, 1024)
+    assert MemoConfig(loss_chunk_tokens=None).loss_chunk_tokens is None
 
 
 def test_a_config_is_frozen():

@@ -40,6 +40,17 @@ def test_each_is_answered_by_its_successor(name: str) -> None:
         assert hydra_command._no_such_setting(given, folder) == f"{given}: no setting any more: {GONE[name]}"
 
 
+def test_a_misspelt_one_gets_a_suggestion() -> None:
+    makers = {"MemoStrategy": MemoStrategy, "MemoCallback": MemoCallback, "MemoLoop": _in_a_loop}
+    for of, make in makers.items():
+        with pytest.raises(TypeError) as caught:
+            make(slice_token=64)
+        assert_one_line(caught.value, f"slice_token=64 is no setting of {of}: did you mean slice_tokens?")
+        with pytest.raises(TypeError) as caught:
+            make(xyz=1)
+        assert_one_line(caught.value, f"xyz=1 is no setting of {of}: give ", "alpha, device_memory, host_memory")
+
+
 def test_successors_are_settings_and_what_is_gone_is_none() -> None:
     known = {field.name for field in fields(MemoConfig)}
     assert known.isdisjoint(GONE)

@@ -57,6 +57,11 @@ def test_attempts_of_another_range_are_taken_where_they_help():
     assert LengthSearch(1024, 4096, 256, earlier[:1]).next_tokens() is None
 
 
+def test_lengths_may_have_units():
+    search = LengthSearch("1K", "1M", "4k")
+    assert (search.low, search.high, search.multiple_of) == (4096, 2**20, 4096)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
