@@ -21,6 +21,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.utilities import rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
@@ -167,15 +168,18 @@ def _checkpoint_to_resume(cfg: DictConfig) -> str | None:
 
 
 def _newest_checkpoint(paths: Iterable[Path]) -> str | None:
-    """Returns the newest complete checkpoint, or None.
+    """Returns the newest complete checkpoint, or None. Warns of incomplete ones.
 
     Args:
         paths: Checkpoint files, checkpoint folders of several processes, and links to them. If a run was killed while
             saving, its link may be broken and its file incomplete.
     """
-    complete = [path for path in paths if path.is_dir() or (path.exists() and zipfile.is_zipfile(path))]
+    there = {path.resolve() for path in paths if path.exists()}
+    complete = [path for path in there if path.is_dir() or zipfile.is_zipfile(path)]
+    for path in sorted(there.difference(complete)):
+        rank_zero_warn(f"{path}: incomplete checkpoint, skipped")
     newest = max(complete, key=lambda path: path.stat().st_mtime, default=None)
-    return None if newest is None else str(newest.resolve())
+    return None if newest is None else str(newest)
 
 
 def _failure(cfg: DictConfig, overrides: list[str], error: Exception) -> RunSummary:

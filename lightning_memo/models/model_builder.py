@@ -73,8 +73,12 @@ class ModelConfig:
         return None if self.path is None else str(hub_folder(self.path, MODEL_FILES, "model.path"))
 
 
-def load_hf_config(model: ModelConfig) -> PretrainedConfig:
+def load_hf_config(model: ModelConfig, warns: bool = False) -> PretrainedConfig:
     """Returns the Hugging Face configuration, with the key-value cache off.
+
+    Args:
+        model: Settings of the model.
+        warns: Whether to warn if positions are scaled in another way than those that the model was trained on.
 
     Raises:
         ValueError: The folder is no saved model, the model type or its arguments are unknown, or the settings cannot
@@ -97,7 +101,9 @@ def load_hf_config(model: ModelConfig) -> PretrainedConfig:
     config.use_cache = False
     longest = model.max_position_embeddings
     positions = None if longest is None else read_length("model.max_position_embeddings", longest)
-    _extend_context(config, model.rope_scaling, positions)
+    replaced = _extend_context(config, model.rope_scaling, positions)
+    if warns and replaced:
+        rank_zero_warn(f"model.rope_scaling: {replaced}")
     return config
 
 
@@ -129,7 +135,7 @@ def build_model(model: ModelConfig) -> nn.Module:
         ValueError: As for `load_hf_config`. In addition, LoRA needs peft and peft is not installed or does not know an
             argument.
     """
-    config, dtype, folder = load_hf_config(model), torch.get_default_dtype(), model.folder
+    config, dtype, folder = load_hf_config(model, warns=True), torch.get_default_dtype(), model.folder
     adapters = _lora_config(model.lora)  # before weights are read
     if folder is None:
         network = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
@@ -180,7 +186,7 @@ _OPTIONS: Final[dict[str, Mapping[str, Any]]] = {
 
 def _extend_context(
     config: PretrainedConfig, scaling: str | Mapping[str, Any] | None, max_positions: int | None
-) -> None:
+) -> str:
     """Changes the configuration of a model so that its rotary positions support longer sequences.
 
     The scaling replaces the saved one. If only a type is given, and the model supports `max_positions` already, nothing
@@ -193,34 +199,39 @@ def _extend_context(
         max_positions: Number of tokens in the longest sequence; None to derive it from the factor. Without a scaling,
             positions are not scaled.
 
+    Returns:
+        What replaces another scaling that the model was trained with; empty if nothing does.
+
     Raises:
         ValueError: The model has no rotary positions, the type or an option is unknown, or the factor is not defined.
     """
     if scaling is None and max_positions is None:
-        return
+        return ""
     text = config.get_text_config()
     saved = getattr(text, "rope_parameters", None)
     if not saved:
         name = "model.rope_scaling" if scaling is not None else "model.max_position_embeddings"
         raise ValueError(f"{name}: models of type {text.model_type} have no rotary positions to scale; leave it out")
+    replaced = ""
     if scaling is not None:
         given = {"rope_type": scaling} if isinstance(scaling, str) else dict(scaling)
         supports = max_positions is not None and max_positions <= text.max_position_embeddings
         if supports and given.keys() == {"rope_type"} and given["rope_type"] in _OPTIONS:
-            return
+            return ""
         nested = all(isinstance(part, Mapping) for part in saved.values())
         of_full_attention = saved.get("full_attention", {}) if nested else saved
         original = int(given.get(_ORIGINAL) or of_full_attention.get(_ORIGINAL) or text.max_position_embeddings)
         before = of_full_attention.get("rope_type", "default")
         own = _scaled(of_full_attention, given, original, max_positions)
         if before not in ("default", own["rope_type"]):
-            rank_zero_warn(
-                f"model.rope_scaling: {own['rope_type']} replaces {before}, with which the model was trained on "
+            replaced = (
+                f"{own['rope_type']} replaces {before}, with which the model was trained on "
                 f"{text.max_position_embeddings} positions"
             )
         text.rope_parameters = {**saved, "full_attention": own} if nested else own
         max_positions = max_positions or round(own["factor"] * original)
     text.max_position_embeddings = max_positions
+    return replaced
 
 
 def warn_of_long_sequences(config: PretrainedConfig, seq_len: int) -> None:

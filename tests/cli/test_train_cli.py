@@ -224,6 +224,16 @@ def test_a_model_with_a_tokenizer_gets_no_bytes(train, tmp_path):
     assert f"error: data.tokenizer=None: that is one token per byte, and the model of {tmp_path} has" in err
 
 
+def test_an_incomplete_checkpoint_is_skipped(train, tmp_path):
+    file = tmp_path / "outputs/train/runs/killed/checkpoints/last.ckpt"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"PK the beginning of an archive")
+    with pytest.warns(UserWarning, match=f"{re.escape(str(file))}: incomplete checkpoint, skipped$"):
+        status, _, err = train("ckpt_path=last")
+    assert status == 2
+    assert "error: ckpt_path=last: no checkpoint in outputs/train/runs" in err
+
+
 @pytest.mark.slow
 def test_checkpoint_of_other_data_is_refused(train, tmp_path):
     assert train("strategy=plain")[0] == 0
