@@ -184,8 +184,9 @@ class Plan:
             ("kept", "swapped", "recomputed"), (kept, moved, again), percents((kept, moved, again)), strict=True
         ):
             rows.append((name, f"{format_bytes(size)}, {percent} % of the activations" if size else "-"))
-        state = f", {format_bytes(self.costs.fixed_device_bytes)} of it model state"
-        over = f": over by {format_bytes(self.device_excess_bytes)}" if self.device_excess_bytes else ""
+        parts = (self.costs.fixed_device_bytes, self.working_set_bytes)
+        state = ": {} model state + {} step".format(*map(format_bytes, parts))
+        over = f"; over by {format_bytes(self.device_excess_bytes)}" if self.device_excess_bytes else ""
         memories = [
             ("device memory", self.device_bytes, budget.device_bytes, state + over),
             ("host memory", swap.host_bytes, budget.host_bytes, ""),

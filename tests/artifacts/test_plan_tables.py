@@ -82,7 +82,7 @@ def test_a_plan_is_printed_as_a_table_of_at_most_ten_rows(plan):
         "kept": "8.0 MiB, 13 % of the activations",
         "swapped": "16.0 MiB, 27 % of the activations",
         "recomputed": "36.0 MiB, 60 % of the activations",
-        "device memory": "31.0 GiB of 80.0 GiB, 30.0 GiB of it model state",
+        "device memory": "31.0 GiB of 80.0 GiB: 30.0 GiB model state + 1.0 GiB step",
         "host memory": "20.0 MiB of 120.0 GiB",
         "limit": plan.reason,
     }
@@ -99,7 +99,7 @@ def test_what_goes_to_the_disk_is_told(plan):
 
 def test_a_plan_over_its_budget_says_so(plan):
     over = replace(plan, budget=replace(plan.budget, device_bytes=30 * GIB))
-    assert rows(over)["device memory"].endswith("model state: over by 1.0 GiB")
+    assert rows(over)["device memory"].endswith("step; over by 1.0 GiB")
 
 
 def test_a_plain_plan_keeps_everything(plan):
