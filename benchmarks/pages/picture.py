@@ -20,10 +20,11 @@ def draw(group: Group, device: str, path: Path) -> None:
         device: Name of the device on which it was measured.
         path: The PNG file to write.
     """
-    figure = Figure(figsize=(9, 1.2 + 0.28 * sum(len(_bars(group, t)) for t in group.lengths)), layout="constrained")
-    grid = figure.subplots(len(group.lengths), squeeze=False, sharex=True)
-    for axes, length in zip(grid[:, 0], group.lengths, strict=True):
-        bars = _bars(group, length)
+    found = {length: bars for length in group.lengths if (bars := _bars(group, length))}
+    sizes = [len(bars) for bars in found.values()]
+    figure = Figure(figsize=(9, 0.8 + sum(0.6 + 0.3 * size for size in sizes)), layout="constrained")
+    grid = figure.subplots(len(found), squeeze=False, sharex=True, height_ratios=sizes)
+    for axes, (length, bars) in zip(grid[:, 0], found.items(), strict=True):
         colors = ["tab:blue" if METHODS[method].is_memo else "tab:gray" for method, _ in bars]
         drawn = axes.barh([METHODS[method].label for method, _ in bars], [speed for _, speed in bars], color=colors)
         axes.bar_label(drawn, fmt="{:,.0f}", padding=3)
