@@ -10,7 +10,7 @@ from cells.methods import METHODS
 from cells.plans import ALPHAS, BOUND_LAYERS
 
 from pages.comparison import LOSS_TOLERANCE, NORM_TOLERANCE, Group, Speedup, groups_of, is_settled, speedups
-from pages.markdown import number, ratio, table, tokens
+from pages.markdown import number, over, ratio, table, tokens
 
 NOT_MEASURED = """Nothing has been measured on a GPU yet; `benchmarks/results/gpu` is empty.
 `bash benchmarks/lease.sh` measures everything for this page, the most important comparisons first. You can stop it at
@@ -94,8 +94,7 @@ def speedup_table(found: Sequence[tuple[str, Speedup]]) -> str:
         "model": [name for name, _ in found],
         "length": [tokens(speedup.tokens) for _, speedup in found],
         "settings": [METHODS[speedup.method].label for _, speedup in found],
-        "over the fastest other method": [number(speedup.over_best, "{:.3f}") for _, speedup in found],
-        "fastest alternative": [METHODS[speedup.best].label for _, speedup in found],
+        "over the fastest other method": [over(number(each.over_best, "{:.3f}"), each.best) for _, each in found],
         "over checkpointing": [number(speedup.over_recomputation, "{:.3f}") for _, speedup in found],
         "bound / step time": [number(speedup.bound, "{:.3f}") for _, speedup in found],
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from cells.methods import METHODS
+
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Returns a table whose first column is text and whose other columns are numbers."""
@@ -20,6 +22,11 @@ def number(value: float | None, template: str) -> str:
 def ratio(value: float | None, base: float | None, template: str = "{:.3f}") -> str:
     """Formats the ratio of a value to a base."""
     return "-" if value is None or not base else template.format(value / base)
+
+
+def over(ratio: str, method: str) -> str:
+    """Returns a cell with a ratio to a method and the name of that method, which may wrap (`site.css`)."""
+    return f"{ratio} <small>{METHODS[method].label}</small>"
 
 
 def tokens(count: int) -> str:

@@ -11,7 +11,7 @@ from cells.methods import METHODS
 from lightning_memo.utils.units import format_bytes
 from pages.comparison import Group, groups_of, is_settled
 from pages.gpu_page import TUNING
-from pages.markdown import table, tokens
+from pages.markdown import over, table, tokens
 
 INTRODUCTION = """## On a simulated GPU
 
@@ -263,7 +263,7 @@ def _cell(result: Result | None) -> str:
     memory = result["memory"]
     pinned = max(result["swapped_host_bytes"], memory["peak_pinned_bytes"] or 0)
     sizes = format_bytes(memory["peak_allocated_bytes"]), "0" if pinned < _NEGLIGIBLE_BYTES else format_bytes(pinned)
-    return f"{_seconds(result['median_seconds'])} ({', '.join(sizes)})"
+    return f"{_seconds(result['median_seconds'])} <small>{', '.join(sizes)}</small>"
 
 
 def _seconds(seconds: float | None) -> str:
@@ -274,13 +274,13 @@ def _speedup(group: Group, length: int) -> str:
     """Returns how many times as fast as the fastest other method the default is, with the name of that method."""
     other = group.best_other(length)
     ratio = _ratio(group, length)
-    return ratio if other is None or ratio == "-" else f"{ratio} ({METHODS[other[0]].label})"
+    return ratio if other is None or ratio == "-" else over(ratio, other[0])
 
 
 def _eager_speedup(group: Group, length: int) -> str:
     """Returns how many times as fast Memo is without Triton as the fastest other method without fused kernels."""
     own, other = group.seconds(_WITHOUT_TRITON, length), group.best_other(length, fused=False)
-    return "-" if own is None or other is None else f"{other[1] / own:.3f} ({METHODS[other[0]].label})"
+    return "-" if own is None or other is None else over(f"{other[1] / own:.3f}", other[0])
 
 
 def _ratio(group: Group, length: int) -> str:
