@@ -1,56 +1,57 @@
-"""Group relative policy optimisation in a loop: generate answers, score them, and train on their log-probabilities.
+"""Group relative policy optimisation with TRL, and the argument that changes.
 
-    python examples/grpo.py
+    python examples/grpo.py           with MemoCallback
+    python examples/grpo.py --plain   without
 
-The logits of long answers never exist as a whole: `log_softmax` and `gather` run in chunks of tokens.
+The model generates between steps as it would without the callback. The reference is a second model, which TRL loads from
+the same folder. Both print the same rewards and losses, until rounding changes a token that is drawn.
 """
 
 from __future__ import annotations
 
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
 import torch
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from datasets import Dataset
+from tiny import save_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, set_seed
+from trl import GRPOConfig, GRPOTrainer
 
-from lightning_memo import MemoLoop
-
-PROMPT, ANSWER, GROUP = 8, 56, 8
-
-
-def log_probabilities(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
-    """Returns the log-probability of each token of the answers, [group, answer]."""
-    logits = model(input_ids=ids).logits[:, PROMPT - 1 : -1]
-    return logits.log_softmax(-1).gather(-1, ids[:, PROMPT:, None])[..., 0]
+from lightning_memo import MemoCallback
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 172}
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            **sizes, num_hidden_layers=4, num_attention_heads=4, pad_token_id=0, bos_token_id=1, eos_token_id=None
-        )
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    # A small model needs neither: without alpha and loss_chunk_tokens, MemoLoop finds what fits.
-    with MemoLoop(model, optimizer, alpha=0.5, loss_chunk_tokens=128):
-        for step in range(10):
-            prompts = torch.randint(2, 128, (1, PROMPT)).expand(GROUP, -1)
-            ids = model.generate(
-                prompts, attention_mask=torch.ones_like(prompts), do_sample=True, max_new_tokens=ANSWER
-            )
-            rewards = (ids[:, PROMPT:] % 2 == 0).float().mean(1)  # even numbers are good answers
-            advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-            with torch.no_grad():
-                before = log_probabilities(model, ids)
-            for _ in range(2):
-                ratio = (log_probabilities(model, ids) - before).exp()
-                clipped = ratio.clamp(0.8, 1.2)
-                loss = -torch.minimum(ratio * advantages[:, None], clipped * advantages[:, None]).mean()
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            print(f"step {step}: reward {rewards.mean():.3f}")
+def even_numbers(completions: list[str], **kwargs: Any) -> list[float]:
+    """Rewards even numbers: returns their share in each completion."""
+    words = [text.split() for text in completions]
+    return [sum(word.isdigit() and int(word) % 2 == 0 for word in each) / max(len(each), 1) for each in words]
+
+
+def main(folder: str) -> None:
+    set_seed(0)
+    words = {"[PAD]": 0, "[EOS]": 1, "[UNK]": 2} | {str(number): 3 + number for number in range(256)}
+    backend = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = GRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(save_model(Path(folder))),
+        even_numbers,
+        args=GRPOConfig(
+            folder, max_steps=20, per_device_train_batch_size=8, num_generations=8, num_iterations=2, beta=0.02,
+            max_completion_length=48, learning_rate=1e-2, logging_steps=1, report_to=[], save_strategy="no",
+            gradient_checkpointing=False,  # MemoCallback recomputes
+            bf16=torch.cuda.is_available(),
+        ),
+        train_dataset=Dataset.from_list([{"prompt": f"{n} {n + 1} "} for n in range(64)]),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="[EOS]", pad_token="[PAD]"),
+        # This argument is new. Without alpha, MemoCallback would find that a model this small needs no swapping.
+        callbacks=[] if "--plain" in sys.argv else [MemoCallback(alpha=0.5)],
+    )  # fmt: skip
+    trainer.train()
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as temporary:
+        main(temporary)

@@ -57,6 +57,7 @@ class MemoCallback(TrainerCallback):
 
     @override
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        _refuse(args)  # before data is read, and at the beginning of training if the callback was added later
         self._sharing.begin(args)
 
     @override

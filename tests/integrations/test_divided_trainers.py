@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType
 from peft import LoraConfig
 from safetensors.torch import load_file
 from support.devices import skip_ring_on_cuda
-from support.hf_trainers import Outcome, build, of_rows, preferring, rows, supervised, train
+from support.hf_trainers import Outcome, build, of_rows, preferring, rewarded, rows, supervised, train
 from support.markers.slow import slow_if
 from support.processes import run_in_processes
 from torch.distributed.tensor import DTensor
@@ -103,6 +103,22 @@ def test_processes_that_share_rows(case: tuple[int, Make, dict[str, Any], dict[s
     for outcome, losses in run_in_processes(processes, of_rank, make, settings, arguments):
         outcome.compare(expected)
         assert losses == pytest.approx(evaluated(plain), rel=1e-5)
+
+
+# ---- processes with rows of their own
+
+
+def generated(memo: bool) -> Outcome:
+    return train(rewarded(MemoCallback(alpha=0.5) if memo else None, output_dir=".", beta=0.1))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_processes_that_generate_train_as_without_the_callback() -> None:
+    """GRPO in two processes, whose completions differ and whose gradients are averaged by DDP."""
+    plain, own = (run_in_processes(2, generated, memo) for memo in (False, True))
+    for outcome, expected in zip(own, plain, strict=True):
+        outcome.compare(expected, rounding=1e-6)
 
 
 # ---- checkpoints

@@ -105,11 +105,11 @@ def test_trainers_of_trl(make: Any, lora: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("beta", [0.0, 0.1], ids=["no reference", "reference"])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_generation_between_steps(lora: bool) -> None:
-    """GRPO generates with the model that it trains; with LoRA, the reference is the model without its adapter."""
+def test_generation_between_steps(lora: bool, beta: float) -> None:
+    """GRPO generates with the model that it trains. The reference is a second model, or the one without its adapter."""
     adapter = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear") if lora else None
-    beta = 0.1 if lora else 0.0
     memo = MemoCallback(alpha=0.5, loss_chunk_tokens=16)
     # Advantages of a group cancel: a loss of nearly 0 is a sum of terms of about 1.
     train(rewarded(memo, adapter, beta=beta)).compare(train(rewarded(None, adapter, beta=beta)), rounding=1e-6)
@@ -209,8 +209,11 @@ def test_close_restores_the_model() -> None:
 def test_refused_arguments(arguments: dict[str, Any], line: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        trainer = of_rows(MemoCallback(), **arguments)
         with pytest.raises(ValueError, match=line) as caught:
+            of_rows(MemoCallback(), **arguments)
+        trainer = of_rows(None, **arguments)
+        trainer.add_callback(MemoCallback())
+        with pytest.raises(ValueError, match=line):
             trainer.train()
     assert "\n" not in str(caught.value)
 

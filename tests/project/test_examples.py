@@ -149,13 +149,21 @@ def test_preferences_with_a_switched_off_adapter_as_the_reference(
     assert "alpha=0.4848" in out  # 16 of 33 tokens
 
 
-@pytest.mark.slow  # tests of TRL cover it
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_reinforcement_learning(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_python("grpo.py")
-    out = capsys.readouterr().out
-    rewards = [float(number) for number in re.findall(r"^step \d+: reward (\S+)$", out, re.MULTILINE)]
-    assert len(rewards) == 10 and sum(rewards[5:]) > sum(rewards[:5])
+    rewards, losses = [], []
+    for arguments in (["--plain"], []):
+        run_python("grpo.py", *arguments)
+        out = capsys.readouterr().out
+        rewards.append([float(number) for number in re.findall(r"'reward': '?([\d.]+)", out)])
+        losses.append([float(number) for number in re.findall(r"'loss': '?([\d.e-]+)", out)])
+    assert len(rewards[0]) == 10 and sum(rewards[0][5:]) > sum(rewards[0][:5])
+    assert len(losses[0]) == 20
+    assert losses[1][:4] == pytest.approx(losses[0][:4], abs=1e-4)  # later ones may be of other tokens
+    assert rewards[1][:2] == pytest.approx(rewards[0][:2], abs=1e-3)
     assert "alpha=0.5" in out
+
 
 
 def test_fabric_itself_says_where_the_strategy_belongs() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from safetensors.torch import save_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
@@ -112,7 +114,13 @@ def rewarded(memo: MemoCallback | None, adapter: LoraConfig | None = None, **arg
     def vowels(completions: list[str], **kwargs: Any) -> list[float]:
         return [sum(letter in "aeiou" for letter in text) / 24 for text in completions]
 
-    return GRPOTrainer(
-        build(), vowels, GRPOConfig(**ARGUMENTS | settings | arguments), train_dataset=prompts,
-        processing_class=tokenizer(), peft_config=adapter, callbacks=[] if memo is None else [memo],
-    )  # fmt: skip
+    model = build()
+    with tempfile.TemporaryDirectory() as folder:  # from which TRL loads the reference
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)  # `model.save_pretrained` writes in the first process only
+        save_model(model, f"{folder}/model.safetensors", metadata={"format": "pt"})
+        return GRPOTrainer(
+            type(model).from_pretrained(folder), vowels, GRPOConfig(**ARGUMENTS | settings | arguments),
+            train_dataset=prompts, processing_class=tokenizer(), peft_config=adapter,
+            callbacks=[] if memo is None else [memo],
+        )  # fmt: skip
