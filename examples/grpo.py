@@ -3,8 +3,8 @@
     python examples/grpo.py           with MemoCallback
     python examples/grpo.py --plain   without
 
-The model generates between steps as it would without the callback. The reference is a second model, which TRL loads from
-the same folder. Both print the same rewards and losses, until rounding changes a token that is drawn.
+The model generates between steps as it would without the callback. The reference is a second model, which TRL loads
+from the same folder. Both print the same rewards and losses, until rounding changes a token that is drawn.
 """
 
 from __future__ import annotations

@@ -165,7 +165,6 @@ def test_reinforcement_learning(folder: Path, capsys: pytest.CaptureFixture[str]
     assert "alpha=0.5" in out
 
 
-
 def test_fabric_itself_says_where_the_strategy_belongs() -> None:
     with pytest.raises(ValueError, match=r"invalid strategy name: `strategy=<MemoStrategy .*; needs lightning.pytorch"):
         Fabric(strategy=MemoStrategy(), accelerator="cpu", devices=1)
