@@ -56,6 +56,7 @@ def start() -> None:
     set_machine(machine)
     mmap.MAP_ANONYMOUS |= _MAP_NORESERVE  # type: ignore[misc]
     mmap.MADV_POPULATE_WRITE = mmap.MADV_NORMAL  # type: ignore[attr-defined]
+    mmap.MADV_HUGEPAGE = mmap.MADV_NOHUGEPAGE  # type: ignore[misc]  # a small copy would touch 2 MiB
     time.perf_counter = now
     time.perf_counter_ns = lambda: int(now() * 1e9)
     _follow_threads()
