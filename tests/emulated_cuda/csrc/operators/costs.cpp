@@ -56,8 +56,9 @@ double bytes_of(const at::Tensor& t) {
 }
 
 bool is_small(const at::Tensor& t) {
-  constexpr size_t largest_float = size_t{256} << 10, largest_integer = size_t{32} << 20;
-  return !t.defined() || t.nbytes() <= (t.is_floating_point() || t.is_complex() ? largest_float : largest_integer);
+  constexpr size_t largest_data = size_t{256} << 10, largest_indices = size_t{32} << 20;  // bytes are data of any type
+  const bool indices = t.defined() && isIntegralType(t.scalar_type(), /*includeBool=*/true) && t.scalar_type() != at::kByte;
+  return !t.defined() || t.nbytes() <= (indices ? largest_indices : largest_data);
 }
 
 Cost traffic(std::initializer_list<at::Tensor> tensors) {
