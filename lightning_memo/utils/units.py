@@ -75,11 +75,13 @@ def format_setting(size_bytes: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration for people ("1.25 s", "12.5 ms").
+    """Write a duration for people ("3,012 s", "1.25 s", "12.5 ms").
 
     Args:
         seconds: Duration in seconds.
     """
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.1f} ms"
 
 
