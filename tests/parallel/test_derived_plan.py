@@ -6,6 +6,7 @@ but for rounding: gradients below a thousandth of the norm of all count as large
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -87,6 +88,15 @@ EXAMPLES = {
                                         "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
                           ("model.layers.*.linear_attn.in_proj_qkvz", "model.layers.*.linear_attn.in_proj_ba",
                            "model.layers.*.linear_attn.out_proj", "model.layers.*.mlp.shared_expert_gate")),
+    # Experts in the layer itself. The last layers attend to keys of earlier ones, whose attention is whole for that.
+    "gemma4": Example("Gemma4Text", {**_GQA, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 16,
+                                     "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8,
+                                     "hidden_size_per_layer_input": 8, "enable_moe_block": True, "num_experts": 4,
+                                     "top_k_experts": 2, "moe_intermediate_size": 32,
+                                     "vocab_size_per_layer_input": VOCABULARY},
+                      (*(f"model.layers.*.self_attn.{name}_proj" for name in "qkvo"),
+                       "model.layers.*.per_layer_input_gate", "model.layers.*.per_layer_projection",
+                       "model.layers.*.router.proj")),
 }  # fmt: skip
 
 
@@ -244,6 +254,18 @@ class Leaking(Attention):
         return super().forward(x), self.qkv(x).square().mean()
 
 
+class Sharing(Attention):
+    """Other layers get the heads that a rank has."""
+
+    def forward(self, x: Tensor, shared: dict[str, Tensor]) -> Any:
+        self.shared = shared
+        return super().forward(x)
+
+    def heads(self, packed: Tensor) -> list[Tensor]:
+        self.shared["keys"] = super().heads(packed)[1]
+        return super().heads(packed)
+
+
 class Layer(nn.Module):
     """A layer without an MLP."""
 
@@ -252,15 +274,15 @@ class Layer(nn.Module):
         self.scale = nn.Parameter(torch.ones(32))
         self.attention = attention()
 
-    def forward(self, x: Tensor) -> Any:
-        result = self.attention(x * self.scale)
+    def forward(self, x: Tensor, **others: Any) -> Any:
+        result = self.attention(x * self.scale, **others)
         return (x + result[0], result[1]) if isinstance(result, tuple) else x + result
 
 
-def regions_of(attention: Callable[[], nn.Module], ranks: int = 2) -> list[Region]:
+def regions_of(attention: Callable[[], nn.Module], ranks: int = 2, **others: Any) -> list[Region]:
     torch.manual_seed(0)
     x = torch.randn(2, 16, 32, requires_grad=True)
-    return derive_regions(LayerCall(Layer(attention), (x,), {}), ranks)
+    return derive_regions(LayerCall(Layer(attention), (x,), others), ranks)
 
 
 @pytest.mark.parametrize(
@@ -281,6 +303,11 @@ def test_weights_beyond_the_sum() -> None:
 @pytest.mark.parametrize("attention", [NormOfAllHeads, WithResidual, Leaking])
 def test_divisions_that_are_wrong(attention: Callable[[], nn.Module]) -> None:
     assert not regions_of(attention)
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_what_other_layers_get(kind: type) -> None:
+    assert not regions_of(Sharing, shared=kind())
 
 
 def test_numbers_of_ranks() -> None:

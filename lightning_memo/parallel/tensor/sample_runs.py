@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import UserDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -55,17 +56,16 @@ class LayerCall:
     def run(self) -> list[Tensor]:
         """Runs the layer. Returns the results that the model computes with.
 
-        Raises:
-            TypeError: The layer gives other layers values through its arguments.
+        What the layer puts into its arguments, such as keys and values for later layers, counts as results.
         """
-        before = len(tree_leaves((self.args, self.kwargs)))
-        results = _floats(self.layer(*self.args, **self.kwargs))
-        if len(tree_leaves((self.args, self.kwargs))) != before:
-            raise TypeError("the layer adds values to its arguments")
-        return [t for number, t in enumerate(results) if number not in self.unused]
+        before = {id(t) for t in _floats((self.args, self.kwargs))}
+        returned = _floats(self.layer(*self.args, **self.kwargs))
+        put = [t for t in _floats((self.args, self.kwargs)) if id(t) not in before]
+        return [t for number, t in enumerate(returned) if number not in self.unused] + put
 
 
 def _leaves(values: Any) -> Any:
+    values = tree_map_only(UserDict, dict, values)  # PyTorch does not look into these
     return tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), values)
 
 

@@ -42,9 +42,7 @@ def train(settings: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @slow_if(lambda settings: settings != {"zero_stage": 2})
-@pytest.mark.parametrize(
-    "settings", [*({"zero_stage": stage} for stage in range(4)), {"tensor_parallel_size": 2}]
-)
+@pytest.mark.parametrize("settings", [*({"zero_stage": stage} for stage in range(4)), {"tensor_parallel_size": 2}])
 def test_weights_are_those_of_one_process(settings: dict[str, Any]) -> None:
     before = dict(ByMuon(FAMILIES["llama_gqa"].build, lr=0.02).named_parameters())
     expected = train({})
