@@ -44,6 +44,7 @@ _GROUPS: Final = (
     (
         "labels or inputs cannot be divided over slices or processes",
         r"takes neither shift_labels|the batch has labels|batch's labels are|a batch of keys|a forward of \d+ tokens|"
+        r"divide the tokens of \[batch|"
         "not known where",
         "a loss that takes `shift_labels` and `num_items_in_batch`",
     ),

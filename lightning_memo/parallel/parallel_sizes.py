@@ -73,13 +73,13 @@ def resolve_sizes(config: MemoConfig, processes: int) -> ParallelSizes:
     """
     context, tensor, pipeline = config.context_parallel_size, config.tensor_parallel_size, config.pipeline_parallel_size
     others = context * tensor * pipeline
-    named = f"context_parallel_size={context} x tensor_parallel_size={tensor}"
-    if pipeline > 1:
-        named += f" x pipeline_parallel_size={pipeline}"
     if processes % others:
+        sizes = {"context": context, "tensor": tensor, "pipeline": pipeline}
+        named = [f"{name}_parallel_size={size}" for name, size in sizes.items() if size > 1]
+        product, lower = (f" = {others}", "one") if len(named) > 1 else ("", "it")
         raise ValueError(
-            f"{named} = {others} does not divide the {processes} processes: start a multiple of {others} "
-            "(torchrun, or Trainer devices x num_nodes), or lower one"
+            f"{' x '.join(named)}{product} does not divide the {processes} processes: start a multiple of {others} "
+            f"(torchrun, or devices x num_nodes of Lightning's Trainer), or lower {lower}"
         )
     data = processes // others
     _check_expert_size(config.expert_parallel_size, data, context)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -22,15 +24,30 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import DynamicCache, OPTConfig, OPTForCausalLM
+from transformers import (
+    DynamicCache,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from lightning_memo import MemoLoop
+from lightning_memo.config import MemoConfig
 from lightning_memo.utils.cache_names import CACHE_NAMES
 
 ROWS, STEPS, ACCUMULATED = 2, 3, 2
 RING, ULYSSES = ({"context_parallel_size": 2, "ulysses_size": size} for size in (1, 2))
 HALF, CHUNKS = {"alpha": 0.5}, {"loss_chunk_tokens": 8}
 HIDDEN = {"slice_tokens": 8, "stream_from_host": "hidden"}
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
+}  # fmt: skip
+NOT_OF_LOOPS = {field.name for field in fields(MemoConfig)} - set(inspect.signature(MemoLoop).parameters)
 
 Batch = dict[str, Tensor]
 
@@ -272,6 +289,21 @@ def generated(model: Any) -> list[int]:
     return ids
 
 
+def llama4() -> nn.Module:
+    """A model whose attention is neither causal nor a sliding window."""
+    config = Llama4TextConfig(**SIZES, attention_chunk_size=8, num_local_experts=2, intermediate_size_mlp=32)
+    return Llama4ForCausalLM(config)
+
+
+def gemma3n() -> nn.Module:
+    """A model whose layers get several hidden states, [number, batch, tokens, hidden]."""
+    config = Gemma3nTextConfig(
+        **SIZES, layer_types=["full_attention"] * 2, num_kv_shared_layers=0, activation_sparsity_pattern=[0.0] * 2,
+        vocab_size_per_layer_input=VOCABULARY, hidden_size_per_layer_input=8, laurel_rank=4, altup_num_inputs=2,
+    )  # fmt: skip
+    return Gemma3nForCausalLM(config)
+
+
 def refusals() -> dict[str, str]:
     """Return a line for each refusal, and what differs although nothing is refused."""
     lines: dict[str, str] = {}
@@ -296,8 +328,10 @@ def refusals() -> dict[str, str]:
     left = batch["input_ids"].new_ones(2, 41)
     left[:, 0] = 0
     attempt("padding on the left", model, lambda: model(**batch, attention_mask=left))
-    own = DistributedDataParallel(FAMILIES["block"].build().to(DEVICE))
-    attempt("no transformers", own, lambda: own(**batch))
+    attempt("no tokens", model, lambda: model(input_ids=batch["input_ids"][0]))
+    for name, build_other in (("no transformers", FAMILIES["block"].build), ("chunks", llama4), ("stacked", gemma3n)):
+        other = DistributedDataParallel(build_other().to(DEVICE))
+        attempt(name, other, lambda: other(**batch))  # noqa: B023 called at once
     with MemoLoop(model, sgd(model), **RING) as memo:
         lines["groups"] = f"{memo.data_parallel_rank} of {memo.data_parallel_size}"
         model(**batch).loss.backward()
@@ -313,6 +347,10 @@ def test_refusals() -> None:
     for lines in run_in_processes(2, refusals):
         assert not any("\n" in line for line in lines.values())
         assert "nothing averages them over all 2 processes: wrap the model by" in lines["not averaged"]
+        assert not any(name in line for line in lines.values() for name in NOT_OF_LOOPS)
+        assert lines["no tokens"].endswith("or train with context_parallel_size=1")
+        assert lines["chunks"].endswith("which needs all tokens at once: train it with context_parallel_size=1")
+        assert "divide the tokens of [batch, tokens, ...] only: train this model with context" in lines["stacked"]
         assert "got different batches" in lines["other rows"]
         for name in CACHE_NAMES:
             assert "key-value cache and gradients" in lines[name]
@@ -325,5 +363,6 @@ def test_refusals() -> None:
 def test_one_process_is_too_few() -> None:
     model = build("llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with pytest.raises(ValueError, match="does not divide the 1 processes"), MemoLoop(model, optimizer, **RING):
+    match = "^context_parallel_size=2 does not divide the 1 processes"
+    with pytest.raises(ValueError, match=match), MemoLoop(model, optimizer, **RING):
         pass

@@ -209,3 +209,17 @@ def test_numbers_that_do_not_go_together_are_refused_in_one_line(setting, compla
     with pytest.raises(ValueError, match=complaint) as refused:
         TokenLayout(**setting)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        (TokenLayout(8, ring=2), "context_parallel_size=1"),
+        (TokenLayout(8, ulysses=2), "context_parallel_size=1"),
+        (TokenLayout(8, shards=2), "sequence_parallel=False"),
+        (TokenLayout(8, ring=2, shards=2), "context_parallel_size=1 and sequence_parallel=False"),
+        (TokenLayout(8), 'stream_from_host="hidden"'),
+    ],
+)
+def test_only_settings_that_divide_tokens_are_named(layout: TokenLayout, settings: str) -> None:
+    assert layout.how_to_compute_all == settings

@@ -32,6 +32,7 @@ from lightning_memo.engine.forward.intercept import current_handler, is_sdpa_pyt
 from lightning_memo.kernels import AttentionSpec, select_backend
 from lightning_memo.parallel.batches.token_layout import (
     CurrentLayout,
+    TokenLayout,
     ask_classes_of_transformers,
     asks_attention_name,
     valid_ranges,
@@ -200,7 +201,7 @@ def _attention(
     _check_call(module, query, key, attention_mask, kwargs)
     layout = host.current.layout
     if layout is not None and (attention_mask is not None or handler is None or host.current.of_layers is None):
-        _check_among_processes(module, handler, attention_mask, sliding_window)
+        _check_among_processes(layout, module, handler, attention_mask, sliding_window)
     why = _not_computed(host, attention_mask, dropout, kwargs)
     if not why and host.always_masked and (handler or torch.is_grad_enabled()) and _hides_all_keys(attention_mask):
         why = "a mask that hides all keys from some tokens"
@@ -253,7 +254,9 @@ def _hides_all_keys(mask: Tensor | MaskPattern | None) -> bool:
     return bool((mask.amax(-1) <= torch.finfo(mask.dtype).min).any())
 
 
-def _check_among_processes(module: nn.Module, handler: object, mask: object, window: int | None) -> None:
+def _check_among_processes(
+    layout: TokenLayout, module: nn.Module, handler: object, mask: object, window: int | None
+) -> None:
     """Check an attention call while the tokens of a sequence are divided over processes.
 
     Raises:
@@ -263,7 +266,7 @@ def _check_among_processes(module: nn.Module, handler: object, mask: object, win
     if handler is None:
         raise AllTokensNeeded(
             f"{name} attends outside of the repeated layers, where only some of the tokens are available: train this "
-            'model with context_parallel_size=1, sequence_parallel=False and not stream_from_host="model"'
+            f"model with {layout.how_to_compute_all}"
         )
     # A module may leave its window to the mask (Qwen2-MoE).
     if isinstance(mask, WholeMask):
@@ -271,7 +274,7 @@ def _check_among_processes(module: nn.Module, handler: object, mask: object, win
     if not isinstance(mask, MaskPattern) or window not in (None, mask.window):
         raise AllTokensNeeded(
             f"{name} has an attention mask that is neither causal, nor a sliding window, nor full: train this model "
-            'with context_parallel_size=1, sequence_parallel=False and not stream_from_host="model"'
+            f"with {layout.how_to_compute_all}"
         )
 
 

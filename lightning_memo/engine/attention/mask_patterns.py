@@ -51,7 +51,7 @@ class MaskPattern:
         lengths: Number of tokens of each batch row before the padding on the right; `None` means all.
         documents: Start positions of the packed documents of each batch row. Attention does not cross document
             boundaries. Tokens before the first document see nothing (padding on the left).
-        explicit: Builds the mask for models that compute attention themselves; `None` if it is too large.
+        explicit: Builds the mask for models that compute attention themselves; `None` if no model does.
         of_all_tokens: Builds the mask that plain training has, where a process has some of the tokens only.
     """
 
@@ -87,12 +87,7 @@ class MaskPattern:
         Raises:
             ValueError: Other processes have some of the tokens.
         """
-        if self.explicit is None:
-            raise AllTokensNeeded(
-                "the model computes attention itself, as models with ALiBi and some older models do, and needs an "
-                "attention mask of tokens by tokens, which is not built: train it with context_parallel_size=1, "
-                'sequence_parallel=False and not stream_from_host="model"'
-            )
+        assert self.explicit is not None
         return self.explicit()
 
     def plain(self) -> Tensor | None:
@@ -327,12 +322,12 @@ def sharded_mask(
     rules = read_rules(mask_function, torch.arange(tokens, device=device)[None])
     if rules is not None and not rules.chunks and (rules.window is None or rules.causal):
         build = functools.partial(_mask_of_all_tokens, rules, rows, layout, device, may_skip, added)
-        return MaskPattern(None if may_skip else rules.causal, rules.window, of_all_tokens=build)
+        causal = None if may_skip else rules.causal
+        return MaskPattern(causal, rules.window, explicit=refuse_explicit(layout), of_all_tokens=build)
     if current.text_model is None or tokens <= layout.tokens - multiple(layout.ring, layout.ulysses, layout.shards):
         raise AllTokensNeeded(
             "this model has an attention mask that is neither causal, nor a sliding window, nor full, which needs "
-            "all tokens at once: train it with context_parallel_size=1, sequence_parallel=False and not "
-            'stream_from_host="model"'
+            f"all tokens at once: train it with {layout.how_to_compute_all}"
         )
     return whole_mask(layout, explicit(), added)
 
@@ -386,4 +381,17 @@ def whole_mask(layout: TokenLayout, mask: Tensor, added: torch.dtype | None = No
     padded = F.pad(mask, (0, layout.tokens - tokens) * 2, value=hidden)
     # Tokens of the padding see themselves, because kernels do not agree on queries that see nothing.
     padded.diagonal(dim1=-2, dim2=-1)[..., tokens:] = seen
-    return WholeMask(None, None, mask=padded, of_all_tokens=functools.partial(_as_added, mask, added))
+    of_all_tokens = functools.partial(_as_added, mask, added)
+    return WholeMask(None, None, explicit=refuse_explicit(layout), mask=padded, of_all_tokens=of_all_tokens)
+
+
+def refuse_explicit(layout: TokenLayout) -> Callable[[], Tensor]:
+    """Return the function that a mask has in place of one that builds it where a process has some of the tokens."""
+
+    def refuse() -> Tensor:
+        raise AllTokensNeeded(
+            "the model computes attention itself, as models with ALiBi and some older models do, and needs an "
+            f"attention mask of tokens by tokens, which is not built: train it with {layout.how_to_compute_all}"
+        )
+
+    return refuse

@@ -76,8 +76,7 @@ def leave_to_model(why: str) -> None:
 def _leave(layout: TokenLayout | None, on_leaving: Callable[[str], None] | None, why: str) -> None:
     if layout is not None:
         raise ValueError(
-            f"{why}, so that the model needs all tokens at once: train it with context_parallel_size=1, "
-            'sequence_parallel=False and not stream_from_host="model"'
+            f"{why}, so that the model needs all tokens at once: train it with {layout.how_to_compute_all}"
         )
     if on_leaving is not None:
         on_leaving(why)

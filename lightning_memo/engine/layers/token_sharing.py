@@ -67,7 +67,7 @@ class TokenSharing:
         """
         x, call = read_call(layer, forward, args, kwargs, self.shards, self.current_layout.layout)
         if self.divided:
-            check_tokens(call.layout, call.tokens * self.shards)
+            check_tokens(call, x.shape, self.shards)
         forward = self.gathered.of(layer, forward)
         return x, replace(call, forward=forward, documents=self.current_layout.documents)
 
@@ -157,21 +157,28 @@ class SequenceCutter:
         return self.slices(plan_of_alpha(tokens, 0.0, slice_tokens=longest, multiple=self.multiple), tokens)
 
 
-def check_tokens(layout: TokenLayout | None, tokens: int) -> None:
+def check_tokens(call: LayerCall, shape: torch.Size, shards: int) -> None:
     """Check that a layer's input holds the tokens of the divided batch.
 
     Args:
-        layout: The layout of the batch; `None` if no batch was divided.
-        tokens: Number of tokens in the layer's input, all shards together.
+        call: The layer's call.
+        shape: Shape of its input.
+        shards: Number of processes that share the tokens between the blocks of a layer.
 
     Raises:
-        ValueError: The input belongs to another batch.
+        ValueError: The input belongs to another batch, or its tokens are in another dimension.
     """
+    layout, tokens = call.layout, call.tokens * shards
     if layout is None or tokens != layout.local_tokens:
+        if layout is not None and layout.local_tokens // shards in shape[2:-1]:
+            raise ValueError(
+                f"{call.name} gets hidden states {list(shape)}, and processes divide the tokens of [batch, tokens, "
+                f"...] only: train this model with {layout.how_to_compute_all}"
+            )
         expected = "no batch was" if layout is None else f"the last batch was divided into {layout.local_tokens}"
         raise ValueError(
-            f"a forward of {tokens} tokens, but {expected}: with context_parallel_size or sequence_parallel, run the "
-            "model on the batches that its steps are given, and generate text in one process"
+            f"a forward of {tokens} tokens, but {expected}: where processes share tokens, run the model on the batches "
+            "that its steps are given, and generate text in one process"
         )
 
 

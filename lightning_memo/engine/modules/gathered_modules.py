@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_memo.engine.attention.mask_patterns import AllTokensNeeded, MaskPattern, whole_mask
+from lightning_memo.engine.attention.mask_patterns import AllTokensNeeded, MaskPattern, refuse_explicit, whole_mask
 from lightning_memo.engine.forward.cut_tokens import token_dim_of
 from lightning_memo.engine.forward.intercept import computing_alone, running_layout
 from lightning_memo.engine.forward.layer_call import LayerCall
@@ -204,4 +204,4 @@ def _divided_mask(mask: MaskPattern, tokens: GatheredTokens) -> MaskPattern:
     """Return a mask of whole rows for a layer that runs on some of their tokens."""
     if mask.documents is not None or mask.lengths is not None:  # those of the batch, which the layout does not know
         return whole_mask(tokens.layout, mask.tensor())
-    return replace(mask, explicit=None, of_all_tokens=mask.explicit)
+    return replace(mask, explicit=refuse_explicit(tokens.layout), of_all_tokens=mask.explicit)

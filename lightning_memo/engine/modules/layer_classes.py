@@ -316,7 +316,7 @@ class LayerClasses:
         if locality.why_not and call.layout is not None and self._settings.divided and call.tokens > 1:
             raise ValueError(
                 f"{locality.why_not}, and the tokens of a sequence are divided over processes: train this model with "
-                "context_parallel_size=1 and sequence_parallel=False"
+                f"{call.layout.how_to_compute_all}"
             )
         self._gathered.use(call.layer, locality.gathered or ())
         traits = self._probe(call, x, kind, None if locality.gathered else self._settings.probed_tokens)

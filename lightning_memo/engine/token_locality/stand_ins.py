@@ -31,6 +31,8 @@ def attend_in_shape(tracker: TokenTracker, shards: int, q: Tensor, k: Tensor, v:
         tracker.refuse("attention gets a mask that the layer makes of its own tokens")
     apart = ((), tracker.sizes.of_size(shards * tracker.sizes.tokens), ())
     queries, keys, values = (tuple(dim if TOKENS in dim else () for dim in tracker.dims(t)[1:]) for t in (q, k, v))
+    if queries == keys == values == ((), (), ()):
+        tracker.refuse("attention gets other tokens than those of hidden states [batch, tokens, ...]")
     if keys == values == ((), (), ()):
         tracker.refuse("attention gets the same keys for all slices (cross-attention)")
     if not queries == keys == values == apart:

@@ -82,12 +82,13 @@ class LossArguments:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._running, self._shares_loss = model, False
         batch, labels = self._batch, kwargs.get("labels")
-        cut = self._current.layout is not None
+        layout = self._current.layout
+        cut = layout is not None
         positions_cut = cut and self._current.text_model is None
-        if cut and why_unknown:
+        if layout is not None and why_unknown:
             raise ValueError(
                 f"{class_name(model)} {why_unknown}, and would count the tokens that each process holds "
-                "from 0: train this model with context_parallel_size=1 and sequence_parallel=False"
+                f"from 0: train this model with {layout.how_to_compute_all}"
             )
         names = [name for name in _ADDED if batch.get(name) is not None]
         if labels is None or labels is not batch.get("labels"):

@@ -41,6 +41,7 @@ from lightning_memo.parallel.batches.place_documents import (
 from lightning_memo.parallel.batches.token_layout import (
     CurrentLayout,
     TokenLayout,
+    how_to_compute_all,
     largest_position,
     multiple,
     right_padded_lengths,
@@ -147,7 +148,7 @@ class BatchSharder:
                 "parallelism: set sequence_parallel=False, and with context_parallel_size no slices on the host "
                 "and no pipeline"
             )
-        rows, tokens, device = _size(batch)
+        rows, tokens, device = self._size(batch)
         targets = self._targets(batch, rows, tokens)
         layout = self.layout_of(batch, targets, targets is not None and has_rows_of_tokens(batch, rows, tokens))
         own = _OwnTokens(layout, device)
@@ -172,7 +173,7 @@ class BatchSharder:
         """
         if not (self.cuts and self.divides_layers and isinstance(batch, MutableMapping)):
             return ""
-        tokens, labels = _token_tensor(batch), batch.get("labels")
+        tokens, labels = token_tensor(batch), batch.get("labels")
         if self.why_layers or tokens is None:
             return self.why_layers or "takes a batch without input_ids or inputs_embeds"
         if not self.in_model and any(name.startswith("pixel_values") for name in batch):
@@ -188,7 +189,7 @@ class BatchSharder:
         Raises:
             ValueError: Rows hold several documents.
         """
-        tokens = _token_tensor(batch)
+        tokens = token_tensor(batch)
         if tokens is not None and packed_documents(batch, tokens.shape[0]) is not None:
             raise ValueError(
                 "position_ids tell that rows hold several documents, and only the layers of this model are divided: "
@@ -227,7 +228,7 @@ class BatchSharder:
         Raises:
             ValueError: The batch cannot be divided. The message says why and what to do.
         """
-        rows, tokens, _ = _size(batch)
+        rows, tokens, _ = self._size(batch)
         _check_tensors(batch, rows, tokens, self.in_model)
         largest, mask = largest_position(batch, tokens), batch.get("attention_mask")
         lengths = None if mask is None else right_padded_lengths(mask)
@@ -283,6 +284,21 @@ class BatchSharder:
             **of_batch,
         )
 
+    @property
+    def _how_to_compute_all(self) -> str:
+        return how_to_compute_all(self.ring * self.ulysses, self.shards)
+
+    def _size(self, batch: Any) -> tuple[int, int, torch.device]:
+        """Returns the rows, tokens and device of a batch."""
+        tokens = token_tensor(batch)
+        if tokens is None or not isinstance(batch, MutableMapping) or 0 in tokens.shape:
+            given = f"keys {list(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
+            raise ValueError(
+                f"a batch of {given} cannot be divided over processes: give a dict with input_ids [batch, tokens] or "
+                f"inputs_embeds [batch, tokens, hidden], or train with {self._how_to_compute_all}"
+            )
+        return tokens.shape[0], tokens.shape[1], tokens.device
+
     def _padded(self, tokens: int) -> int:
         needed = multiple(self.ring, self.ulysses, self.shards)
         return -(-tokens // needed) * needed
@@ -296,7 +312,7 @@ class BatchSharder:
         if labels.shape != (rows, tokens):
             raise ValueError(
                 f"the batch's {name} are {list(labels.shape)}, its tokens {[rows, tokens]}: give one label for each "
-                f"token ({IGNORED} for none), or train with context_parallel_size=1 and tensor_parallel_size=1"
+                f"token ({IGNORED} for none), or train with {self._how_to_compute_all}"
             )
         if name == "labels" and self.why_loss_unfit:
             raise ValueError(
@@ -365,12 +381,12 @@ def _tell_of_padding(has_labels: bool) -> None:
 
 def rows_of(batch: Batch) -> int:
     """Returns the number of rows of a batch: the first dimension of its tokens, or else of its labels."""
-    tokens = _token_tensor(batch)
+    tokens = token_tensor(batch)
     tokens = first_tensor(batch.get("labels", batch)) if tokens is None else tokens
     return 0 if tokens is None else tokens.shape[0]
 
 
-def _token_tensor(batch: Any) -> Tensor | None:
+def token_tensor(batch: Any) -> Tensor | None:
     """Returns `input_ids` `[batch, tokens]` or `inputs_embeds` `[batch, tokens, hidden]`; `None` without both."""
     if not isinstance(batch, Mapping):
         return None
@@ -378,18 +394,6 @@ def _token_tensor(batch: Any) -> Tensor | None:
     if isinstance(ids, Tensor) and ids.ndim == 2:
         return ids
     return embeds if isinstance(embeds, Tensor) and embeds.ndim == 3 else None
-
-
-def _size(batch: Any) -> tuple[int, int, torch.device]:
-    """Returns the rows, tokens and device of a batch."""
-    tokens = _token_tensor(batch)
-    if tokens is None or not isinstance(batch, MutableMapping) or 0 in tokens.shape:
-        given = f"keys {list(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
-        raise ValueError(
-            f"a batch of {given} cannot be divided over processes: give a dict with input_ids [batch, tokens] or "
-            "inputs_embeds [batch, tokens, hidden], or train with context_parallel_size=1 and tensor_parallel_size=1"
-        )
-    return tokens.shape[0], tokens.shape[1], tokens.device
 
 
 def _is_per_token(value: Any, rows: int, tokens: int) -> bool:
@@ -596,7 +600,7 @@ def trains_beside(model: nn.Module, text_model: nn.Module) -> bool:
 
 def first_tensor(batch: Any) -> Tensor | None:
     """Returns the tokens of a batch, or else its first tensor; `None` if it has none."""
-    tokens = batch if isinstance(batch, Tensor) else _token_tensor(batch)
+    tokens = batch if isinstance(batch, Tensor) else token_tensor(batch)
     if tokens is not None:
         return tokens
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()

@@ -169,6 +169,19 @@ def slice_multiple(ring: int, ulysses: int, shards: int) -> int:
     return multiple(ring, ulysses, shards) // (ring * ulysses * shards)
 
 
+def how_to_compute_all(processes: int, shards: int) -> str:
+    """Returns the settings with which a process computes all tokens of its rows at once, where it has some of them.
+
+    Only what divides tokens now is named: not every program has all of these settings.
+
+    Args:
+        processes: Number of context-parallel processes.
+        shards: Number of sequence-parallel shards.
+    """
+    divided = {"context_parallel_size=1": processes, "sequence_parallel=False": shards}
+    return " and ".join(name for name, parts in divided.items() if parts > 1) or 'stream_from_host="hidden"'
+
+
 def zigzag(section: range, ring: int, ring_rank: int) -> tuple[range, ...]:
     """Returns the positions of a section that a ring rank and its all-to-all group hold: head and tail, or all."""
     if ring == 1:
@@ -284,6 +297,11 @@ class TokenLayout:
                 "pipeline_parallel_size=1"
             )
         return replace(self, documents=documents, lengths=None if self.lengths is None else self.lengths[rows])
+
+    @property
+    def how_to_compute_all(self) -> str:
+        """As :func:`how_to_compute_all`. A layout that divides nothing is that of a model that runs slice by slice."""
+        return how_to_compute_all(self.ring * self.ulysses, self.shards)
 
     @property
     def row_tokens(self) -> int:

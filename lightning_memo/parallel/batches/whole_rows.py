@@ -32,7 +32,13 @@ from torch.utils._pytree import tree_map_only
 from lightning_memo.parallel.batches.gathered_tokens import GatheredTokens
 from lightning_memo.parallel.batches.loss_arguments import RouterLosses
 from lightning_memo.parallel.batches.packed_documents import DOCUMENT_ARGUMENTS
-from lightning_memo.parallel.batches.shard_batch import Batch, TextModelInputs, has_rows_of_tokens, shifted
+from lightning_memo.parallel.batches.shard_batch import (
+    Batch,
+    TextModelInputs,
+    has_rows_of_tokens,
+    shifted,
+    token_tensor,
+)
 from lightning_memo.parallel.batches.token_layout import (
     CurrentLayout,
     TokenLayout,
@@ -219,8 +225,7 @@ def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _placing(given: Mapping[str, Any]) -> tuple[Tensor | None, bool]:
     """Return the targets of a call's tokens, if any, and whether nothing in it belongs to rows but tokens."""
-    ids, labels = given.get("input_ids"), given.get("labels")
-    tokens = given.get("inputs_embeds") if ids is None else ids
+    tokens, labels = token_tensor(given), given.get("labels")
     if tokens is None:
         return None, False
     has_targets = isinstance(labels, Tensor) and labels.shape == tokens.shape[:2]

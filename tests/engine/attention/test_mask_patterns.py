@@ -17,9 +17,10 @@ from lightning_memo.engine.attention.hugging_face import _check_among_processes,
 from lightning_memo.engine.attention.mask_patterns import MaskPattern
 from lightning_memo.kernels import AttentionSpec
 from lightning_memo.kernels.attention_kernel import block_mask
-from lightning_memo.parallel.batches.token_layout import CurrentLayout
+from lightning_memo.parallel.batches.token_layout import CurrentLayout, TokenLayout
 
 TOKENS, BATCH = 40, 2
+DIVIDED = TokenLayout(TOKENS, ulysses=2)
 CPU = torch.device("cpu")
 MaskFunction = Callable[..., Any]
 
@@ -221,19 +222,19 @@ def test_padding_on_the_left_is_a_document_that_starts_late() -> None:
 )
 def test_other_masks_are_refused_if_tokens_are_divided(mask: MaskFunction) -> None:
     current: Any = CurrentLayout()
-    current.layout = object()
+    current.layout = DIVIDED
     with pytest.raises(ValueError, match="neither causal, nor a sliding window, nor full") as caught:
         _mask(_Host(current, False), BATCH, TOKENS, TOKENS, mask_function=mask)
-    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith(": train it with context_parallel_size=1")
 
 
 def test_modules_that_name_another_window_than_their_mask_are_refused() -> None:
     module = torch.nn.Identity()
     for mask in (MaskPattern(None, None), MaskPattern(None, 7), None):
         with pytest.raises(ValueError, match="neither causal, nor a sliding window, nor full"):
-            _check_among_processes(module, object(), mask, 5)
+            _check_among_processes(DIVIDED, module, object(), mask, 5)
     for window in (None, 5):
-        _check_among_processes(module, object(), MaskPattern(None, 5), window)
+        _check_among_processes(DIVIDED, module, object(), MaskPattern(None, 5), window)
 
 
 @pytest.mark.parametrize(
@@ -248,10 +249,11 @@ def test_modules_that_name_another_window_than_their_mask_are_refused() -> None:
 )
 def test_masks_if_tokens_are_divided(mask: MaskFunction, pattern: MaskPattern) -> None:
     current: Any = CurrentLayout()
-    current.layout = object()
-    assert _mask(_Host(current, False), BATCH, TOKENS, TOKENS, mask_function=mask) == pattern
+    current.layout = DIVIDED
+    found: Any = _mask(_Host(current, False), BATCH, TOKENS, TOKENS, mask_function=mask)
+    assert found == pattern
     with pytest.raises(ValueError, match="needs an attention mask of tokens by tokens"):
-        torch.zeros(1) + pattern
+        torch.zeros(1) + found
 
 
 # ---- evaluation
