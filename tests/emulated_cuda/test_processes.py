@@ -219,6 +219,8 @@ def late(run: Run, settings: dict[str, Any]) -> Outcome:
         ("cp2 x tp2+sp", {"alpha": 0.5}),
         ("dp2 x cp2 zero3 ulysses", {"alpha": 0.5}),
         ("dp2 x tp2+sp zero3", {"alpha": 0.0}),
+        ("dp2 x tp2+sp zero3", {"alpha": 1.0, "stream_from_host": "hidden", "slice_tokens": 4}),
+        ("dp2 x tp2+sp zero3", {"alpha": 0.5, "stream_from_host": "attention", "slice_tokens": 4, "zero_stage": 2}),
         ("cp2 ring", {"alpha": 0.5, "stream_from_host": "hidden", "slice_tokens": 4}),
         ("cp2 ring", {"test_mode": BY_KIND, "device_memory": "0.8MiB"}),
         ("cp2 x tp2+sp", {"test_mode": BY_KIND, "device_memory": "0.43MiB"}),
