@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.devices import emulated_device
 from support.samples.cuda import make_model
-from support.trainer_harness import LanguageModel, fit, loader
+from support.trainer_harness import LanguageModel, batches, fit, loader
 from torch import Tensor
 from typing_extensions import override
 
@@ -35,10 +35,10 @@ class Counting(LanguageModel):
         self.waits[-1] += emulated_device.count("host_waits")
 
 
-def waits_of(strategy: Any) -> dict[int, int]:
+def waits_of(strategy: Any, data: Any = None) -> dict[int, int]:
     """The number of waits by step, of steps in which nothing is compared."""
-    module = Counting()
-    fit(strategy, module, loader(tokens=64), accelerator="gpu", precision="bf16-true", max_steps=7)
+    module, data = Counting(), loader(tokens=64) if data is None else data
+    fit(strategy, module, data, accelerator="gpu", precision="bf16-true", max_steps=7)
     return {step: count for step, count in enumerate(module.waits, 1) if step not in COMPARED}
 
 
@@ -58,6 +58,19 @@ def test_steps_wait_no_more_than_in_plain_training(settings: dict[str, Any]) -> 
     waits, plain = waits_of(MemoStrategy(**settings)), waits_of("auto")
     assert plain == dict.fromkeys((3, 5, 6, 7), 1)
     assert waits == dict.fromkeys((3, 5, 6, 7), 0 if settings.get("stream_from_host") == "model" else 1)
+
+
+PADDED = {"attention_mask": (torch.arange(64) < torch.tensor([[64], [50]])).long()}
+PACKED = {"position_ids": torch.cat([torch.arange(20), torch.arange(44)]).repeat(2, 1)}
+
+
+@pytest.mark.usefixtures("own_folder")
+@pytest.mark.parametrize(("given", "count"), [(PADDED, 2), (PACKED, 3)], ids=["padded", "packed"])
+def test_masks_are_read_once_in_each_step(given: dict[str, Tensor], count: int) -> None:
+    """Not once for each of the six layers. Reading a tensor is two waits; of packed rows transformers reads one, too."""
+    ids = torch.randint(0, 90, (2, 64), generator=torch.Generator().manual_seed(0))
+    data = batches([{"input_ids": ids, "labels": ids, **given}] * 7)
+    assert waits_of(MemoStrategy(alpha=0.5), data) == dict.fromkeys((3, 5, 6, 7), count)
 
 
 @pytest.mark.parametrize(
