@@ -132,6 +132,25 @@ def test_four_ranks(family: str) -> None:
     assert max(run_in_processes(4, compare_family, family)) <= 1e-5
 
 
+def _fsmt() -> nn.Module:
+    """A model that names a table with the weight of its head in place of the head."""
+    torch.manual_seed(0)
+    sizes = {f"{part}_{name}": value for part in ("encoder", "decoder")
+             for name, value in {"layers": 2, "attention_heads": 4, "ffn_dim": 64}.items()}  # fmt: skip
+    vocabularies = {"langs": ["en", "de"], "src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY}
+    config = transformers.FSMTConfig(**vocabularies, **sizes, d_model=32, dropout=0.0, attention_dropout=0.0)
+    config.use_cache = False
+    return randomise(transformers.FSMTForConditionalGeneration(config))
+
+
+def compare_fsmt() -> float:
+    return compare(_fsmt, make_batch(), sp=False, least=LEAST)
+
+
+def test_a_table_in_place_of_the_head() -> None:
+    assert max(run_in_processes(2, compare_fsmt)) <= 1e-5
+
+
 def test_several_tokens_with_one_meaning() -> None:
     model = build("gpt2")
     model.config.eos_token_id = [1, 2]

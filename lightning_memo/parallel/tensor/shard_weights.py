@@ -165,6 +165,8 @@ class TensorPlan:
             found = None
             with contextlib.suppress(NotImplementedError):  # transformers does not know all models' embeddings
                 found = getattr(self.model, f"get_{end}_embeddings", lambda: None)()
+            if end == "output" and isinstance(base_layer(found), nn.Embedding):
+                found = None  # FSMT names a table that has the weight of its head
             splittable = _is_table(base_layer(found)) or is_floating_linear(base_layer(found))
             ends.append(names.get(id(found)) if splittable or self.derived is None else None)
         return ends[0], ends[1]
