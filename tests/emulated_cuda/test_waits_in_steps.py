@@ -67,7 +67,7 @@ PACKED = {"position_ids": torch.cat([torch.arange(20), torch.arange(44)]).repeat
 @pytest.mark.usefixtures("own_folder")
 @pytest.mark.parametrize(("given", "count"), [(PADDED, 2), (PACKED, 3)], ids=["padded", "packed"])
 def test_masks_are_read_once_in_each_step(given: dict[str, Tensor], count: int) -> None:
-    """Not once for each of the six layers. Reading a tensor is two waits; of packed rows transformers reads one, too."""
+    """Not once for each of six layers. Reading a tensor is two waits; of packed rows transformers reads one, too."""
     ids = torch.randint(0, 90, (2, 64), generator=torch.Generator().manual_seed(0))
     data = batches([{"input_ids": ids, "labels": ids, **given}] * 7)
     assert waits_of(MemoStrategy(alpha=0.5), data) == dict.fromkeys((3, 5, 6, 7), count)
