@@ -200,8 +200,11 @@ class MemoLoop(contextlib.AbstractContextManager["MemoLoop"]):
         refuse_fp8_at_calls(model, layers, config.why_not_fp8, until)
 
         def bounds_of(batch: int, tokens: int) -> tuple[int, ...]:
-            assert self._runtime is not None
-            return self._runtime.engine.bounds_for(batch, tokens) if torch.is_grad_enabled() else ()
+            assert self._runtime is not None and self._batches is not None
+            if not torch.is_grad_enabled():
+                return ()
+            self._batches.end_finished()  # before the plan is read: hooks run before the forward that does it
+            return self._runtime.engine.bounds_for(batch, tokens)
 
         def may_need_padding() -> bool:
             assert self._runtime is not None
@@ -413,6 +416,11 @@ class _LoopBatches:
         finally:
             self._retried_outside = False
 
+    def end_finished(self) -> None:
+        """End the present batch if its backward is over. The plan may be another one then."""
+        if self._had_backward and not is_in_backward():
+            self.end()
+
     def end(self) -> None:
         """End the present batch, if there is one."""
         if not self._is_open:
@@ -455,8 +463,7 @@ class _LoopBatches:
             self._run.note_precision(weight.dtype, weight.device.type)
 
     def _begin(self) -> None:
-        if self._had_backward:
-            self.end()
+        self.end_finished()
         if not self._is_open:
             self._is_open, self._forwards = True, 0
             self._in_backward = self._had_backward = False
