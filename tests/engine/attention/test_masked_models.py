@@ -10,7 +10,7 @@ import torch
 import transformers
 from support.attention import attention_models
 from support.attention.recorded_training import BOUND, Recording, errors, gradient_errors, plain_training, train
-from support.divided_training import RING, check
+from support.divided_training import RING, ULYSSES, check
 from support.families import FAMILIES, VOCABULARY, make_batch
 from support.harness import Batch, EngineUnderTest
 from support.markers.slow import slow_if
@@ -53,6 +53,11 @@ def gemma4() -> nn.Module:
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
     )  # fmt: skip
     return transformers.Gemma4ForCausalLM(config)
+
+
+def gemma4_in_fp64() -> nn.Module:
+    """Its scores are not scaled: in FP32, other orders of sums change gradients by 1e-5."""
+    return gemma4().double()
 
 
 def llama4() -> nn.Module:
@@ -286,6 +291,13 @@ def divided_loss(build: Callable[[], nn.Module], batch: Callable[[], Batch]) -> 
 def test_masks_among_processes(build: Callable[[], nn.Module], batch: Callable[[], Batch]) -> None:
     parts = run_in_processes(2, divided_loss, build, batch)
     assert sum(parts) / 2 == pytest.approx(plain_training(build, batch).losses[0], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slices", [{}, {"slice_tokens": 32, "stream_from_host": "hidden"}], ids=["whole", "slices"])
+@pytest.mark.parametrize("division", [RING, ULYSSES], ids=["ring", "ulysses"])
+def test_keys_of_earlier_layers_among_processes(division: dict[str, Any], slices: dict[str, Any]) -> None:
+    check(gemma4_in_fp64, [text()] * 2, {**division, "alpha": 0.5, **slices})
 
 
 @pytest.mark.slow
