@@ -36,7 +36,8 @@ in slices, and later ones stay cut ([long_sequences.md](long_sequences.md))."""
 _BESIDE_ALL = """### The default beside all other settings and methods
 
 The time of a step with Memo's default settings, in times of the fastest of all others that fit: alpha 0, alpha 1, and the methods of
-the tables above. "-": nothing fits, the timed steps were not those of the plan, or the length was not rehearsed."""  # noqa: E501  lines of the page
+the tables above. All cells of a number are of one commit. "-": nothing fits, the timed steps were not those of the plan, or the length was not
+rehearsed."""  # noqa: E501  lines of the page
 
 _ALLOCATORS = """### Planned memory beside PyTorch's allocator
 
@@ -130,12 +131,13 @@ def beside_all(rehearsed: Rehearsed) -> str:
     Args:
         rehearsed: Memory of the host, name of the device, and results of all groups.
     """
-    groups = [(host, device, group) for host, device, found in rehearsed for group in _whole_models(found)]
-    lengths = sorted({length for *_, group in groups for length in group.lengths})
-    rows = [
-        [group.cell.model, TUNING[group.cell.tuning], device, host, *(_beside_all(group, n) for n in lengths)]
-        for host, device, group in groups
-    ]
+    ratios: dict[tuple[str, ...], dict[int, str]] = {}
+    for host, device, found in rehearsed:
+        for group in _whole_models(found):  # of one commit each
+            row = ratios.setdefault((group.cell.model, TUNING[group.cell.tuning], device, host), {})
+            row.update({n: ratio for n in group.lengths if (ratio := _beside_all(group, n)) != "-"})
+    lengths = sorted({length for row in ratios.values() for length in row})
+    rows = [[*names, *(row.get(n, "-") for n in lengths)] for names, row in ratios.items()]
     return f"{_BESIDE_ALL}\n\n" + table(["", "", "device", "host memory", *map(tokens, lengths)], rows)
 
 
