@@ -118,9 +118,7 @@ def measured_layer_costs(
     """
     forward, both = profile.seconds_of("forward"), profile.seconds_of("backward")
     attention = profile.bytes_of("out", "lse")
-    # With attention, if the host had no room for its outputs.
-    again, attending = profile.seconds_of("recompute"), profile.seconds_of("attention_again")
-    recompute = tuple(a - b for a, b in zip(again, attending, strict=True))
+    again = profile.seconds_of("recompute")
     copied = max(a + b for a, b in zip(profile.bytes_of("input"), attention, strict=True))
     copied = min(copied, _LONGEST_COPY_BYTES)
     offload, prefetch = copy_bandwidth(device, copied, arena)
@@ -133,7 +131,7 @@ def measured_layer_costs(
         other_bytes=profile.bytes_of(*_RECOMPUTED),
         forward_seconds=forward,
         backward_seconds=tuple(max(b - r, 0.0) for b, r in zip(both, again, strict=True)),
-        recompute_seconds=recompute,
+        recompute_seconds=recompute_seconds(profile),
         outside_seconds=max(
             step_seconds - profile.setup_seconds - profile.waited_seconds - sum(forward) - sum(both), 0.0
         ),
@@ -147,6 +145,27 @@ def measured_layer_costs(
         disk_read_bytes_per_second=read,
         # A CPU computes while it launches.
         launch_seconds=profile.launch_seconds if counts_launches and device.type == "cuda" else 0.0,
+    )
+
+
+def recompute_seconds(profile: StepProfile) -> tuple[float, ...]:
+    """Return the seconds in which each layer call of a profiled step is computed again, without attention.
+
+    It computes what the forward did. A recomputation that took longer waited for the host, for which later steps do not
+    wait where backwards keep the device busy.
+
+    Args:
+        profile: Profile of the step.
+    """
+    names = (
+        "recompute",
+        "attention_again",
+        "forward",
+        "attention",
+    )  # attention again: the host had no room for outputs
+    calls = zip(*map(profile.seconds_of, names), strict=True)
+    return tuple(
+        min(again - attending, max(forward - attention, 0.0)) for again, attending, forward, attention in calls
     )
 
 
