@@ -30,6 +30,7 @@ from lightning_memo.estimate import (
     load_cluster,
     load_model,
 )
+from lightning_memo.estimate.what_would_fit import own_slices
 from lightning_memo.shapes.model_shape import adapters_of
 from lightning_memo.utils.units import parse_bytes
 
@@ -130,14 +131,19 @@ def of_ranks() -> list[Comparison]:
             host=host.name,
             cell=cell,
             rehearsed=result,
-            estimated=estimate(
-                _request(cell, result["simulated"], device="h100"), Parallelism(cp=cell.ranks, zero_stage=3)
-            ),
+            estimated=_of_rank(_request(cell, result["simulated"], device="h100")),
         )
         for host in sorted((_RESULTS / "rehearsed_ranks").iterdir())
         for result in load_all(host / "nvidia_h100_simulated")
         if (cell := Cell(**result["cell"])).context == "ring" and cell.method in _METHODS
     ]
+
+
+def _of_rank(request: EstimateRequest) -> Estimate:
+    """The estimate of a rank; in slices that training chooses by itself if whole layers do not fit."""
+    whole = estimate(request, Parallelism(cp=request.gpus, zero_stage=3))
+    sliced = own_slices(request, {"cp": request.gpus, "zero_stage": 3}) if whole.status != "ok" else None
+    return whole if sliced is None else sliced.best
 
 
 def _estimate(cell: Cell, machine: dict[str, float]) -> Estimate:
@@ -191,7 +197,7 @@ def section(found: Sequence[Comparison], further: Sequence[Comparison], ranks: S
         c for c in further if "llama" in c.cell.model
     ]
     sets["run afterwards: Qwen3 8B"] = [c for c in further if "llama" not in c.cell.model]
-    sets["Memo, llama3_8b, full, bf16-mixed, 1M tokens, one of eight ranks on H100"] = list(ranks)
+    sets["Memo, llama3_8b, full, bf16-mixed, 1M and 5M tokens, one of eight ranks on H100"] = list(ranks)
     head = ["rehearsals", "number", "time", "device memory", "host memory"]
     every = (*found, *further, *ranks)
     wrong = sum((c.estimated.status == "ok") != c.fits for c in every)

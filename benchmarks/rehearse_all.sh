@@ -92,6 +92,11 @@ for options in "memo_alpha_0" "memo_auto_unplanned" "memo_auto_unplanned --alloc
         --attention cudnn --warmup 1 --repeats 1 --settle 1 --models llama3_8b --lengths 1M --precision bf16-mixed \
         --slice-tokens 64K --output "$results/rehearsed_ranks/1536GiB" --methods $options
 done
+# Two hours.
+OMP_NUM_THREADS=1 "$python" benchmarks/rehearse.py --device h100 --ranks 8 --host-memory 1536GiB benchmarks/gpu.py \
+    --attention cudnn --warmup 1 --repeats 1 --settle 1 --models llama3_8b --lengths 5M --precision bf16-mixed \
+    --slice-tokens 64K --time-limit 9000 --output "$results/rehearsed_ranks/1536GiB" --methods memo_auto_unplanned \
+    --allocator expandable_segments
 trl=$(mktemp -d)
 "$python" -m pip install --quiet --no-deps --target "$trl" trl==1.13.0
 for options in "qwen3_8b" "qwen3_30b_a3b --offload" "qwen3_32b --offload"; do

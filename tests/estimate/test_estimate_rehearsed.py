@@ -65,8 +65,10 @@ def test_one_rank_of_eight_agrees(agreement: Any) -> None:
     """The one that does not fit fails by the allocator's fragments, and fits with expandable segments."""
     ranks = agreement.of_ranks()
     fitting = [c for c in ranks if c.fits]
-    assert {(c.cell.ranks, c.cell.tokens) for c in fitting} == {(8, 2**20)} and len(fitting) >= 3
-    assert all(abs(time) < 3 and abs(device) < 7 for time, device, _ in (c.errors for c in fitting))
+    assert {(c.cell.ranks, c.cell.tokens) for c in fitting} == {(8, 2**20), (8, 5 * 2**20)} and len(fitting) >= 4
+    for c in fitting:  # in layers that run again in the backward, the estimate's attention is faster
+        time, device, host = map(abs, c.errors)
+        assert time < (3 if c.cell.tokens == 2**20 else 8) and device < 7 and host < 4
     (other,) = (c.cell.method for c in ranks if not c.fits)
     assert (other, "expandable_segments") in [(c.cell.method, c.cell.allocator) for c in fitting]
 
