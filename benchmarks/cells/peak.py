@@ -33,9 +33,15 @@ def peak_of(device: torch.device) -> Peak | None:
 
 
 def specified(name: str) -> Peak | None:
-    """Returns the peak from the file in `conf/cluster` for the device of a name, or `None`."""
-    found = next((cluster for cluster in map(load_cluster, preset_names("cluster")) if cluster.device == name), None)
-    return None if found is None else Peak(found.peak_flops, f"conf/cluster/{found.name}.yaml")
+    """Returns the peak from the file in `conf/cluster` for the device of a name, or `None`.
+
+    A simulated device is "NVIDIA H100 (simulated)" for the file h100.yaml.
+    """
+    model, simulated, _ = name.removeprefix("NVIDIA ").partition(" (simulated)")
+    for cluster in map(load_cluster, preset_names("cluster")):
+        if cluster.name == model.lower() if simulated else cluster.device == name:
+            return Peak(cluster.peak_flops, f"conf/cluster/{cluster.name}.yaml")
+    return None
 
 
 def _measured(device: torch.device) -> Peak:

@@ -372,6 +372,7 @@ def test_the_peak_is_that_of_the_device():
     peak = load("cells.peak")
     assert peak.specified("NVIDIA H200") == peak.Peak(989.4e12, "conf/cluster/h200.yaml")
     assert peak.specified("NVIDIA A100-SXM4-40GB").source == "conf/cluster/a100_40.yaml"
+    assert peak.specified("NVIDIA H100 (simulated)") == peak.Peak(989.4e12, "conf/cluster/h100.yaml")
     assert peak.specified("NVIDIA H100 PCIe") is None
 
 
